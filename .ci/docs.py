@@ -1,0 +1,190 @@
+"""Build the site from the notebooks, offline: python .ci/docs.py  →  _docs/index.html
+
+nbdev turns each notebook into a page source (_proc/), smalldocs turns those into HTML, and this script does what
+neither does: page names without numbers, equations as MathML instead of a script from a CDN, links between pages
+that stay on this site, the same bytes at each build, and a check of every internal link and anchor.
+"""
+import argparse, html, importlib.util, os, re, shutil, subprocess, sys
+from pathlib import Path
+from posixpath import normpath
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parent.parent
+PROC, SITE = ROOT/"_proc", ROOT/"_docs"
+
+
+class DocsError(Exception):
+    "Something the reader of the message can mend"
+
+
+def check_tools(
+    names=("nbdev", "smalldocs", "latex2mathml", "tinyllm"), # modules the build imports
+):
+    "Refuse at once, and say how to mend it, when a tool is missing"
+    missing = [n for n in names if importlib.util.find_spec(n) is None]
+    if missing:
+        raise DocsError(f"cannot build the site: {', '.join(missing)} not installed; "
+                        "run pip install -e '.[dev]' in the project's folder (Quarto is not needed)")
+
+
+def run_quietly(
+    what:str, # step, for the message
+    *cmd, # words of the command
+    cwd=ROOT, # folder to run in
+):
+    "Run one step; a failure or any line on stderr is an error"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    r = subprocess.run([sys.executable, *cmd], cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if r.returncode or r.stderr.strip():
+        raise DocsError(f"{what} failed or warned (exit code {r.returncode}):\n{r.stdout[-3000:]}\n{r.stderr[-6000:]}".strip())
+
+
+# ---------------------------------------------------------------- page sources
+
+def clean_name(
+    name:str, # file name such as "05_model.ipynb"
+)->str: # "model.ipynb", the name nbdev's own links use
+    "Page name without the number that orders the notebooks"
+    return re.sub(r"^\d+[a-zA-Z0-9]*_", "", name)
+
+
+def clean_links(
+    text:str, # source of a page or of _quarto.yml
+    names, # file names of all notebooks
+)->str:
+    "Point links to numbered notebooks at the clean page names"
+    for name in names: text = re.sub(rf"(?<![\w.-]){re.escape(name)}", clean_name(name), text)
+    return text
+
+
+def make_sources():
+    "Notebooks → _proc/, under their clean names"
+    build = "from nbdev.doclinks import _build_modidx; from nbdev.serve import proc_nbs"
+    run_quietly("processing the notebooks", "-c", f"{build}; _build_modidx(); proc_nbs(n_workers=2, force=True)")
+    pages = sorted(PROC.rglob("*.ipynb"))
+    numbered = [p.name for p in pages if clean_name(p.name) != p.name]
+    clash = {p.parent/clean_name(p.name) for p in pages if p.name in numbered} & set(pages)
+    if clash: raise DocsError(f"two notebooks make one page: {', '.join(p.name for p in clash)}; rename one")
+    for page in [*pages, PROC/"_quarto.yml"]:
+        source = clean_links(page.read_text(encoding="utf-8"), numbered)
+        page.unlink()
+        page.with_name(clean_name(page.name)).write_text(source, encoding="utf-8")
+    return [p.with_name(clean_name(p.name)) for p in pages]
+
+
+# ---------------------------------------------------------------- equations
+
+MATH = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.S)
+KATEX = re.compile(r'<(?:link|script)[^>]*katex[^>]*>(?:</script>)?\s*')
+
+# what latex2mathml would pass over in silence, in words that it knows
+REWRITES = [(r"\\(begin|end)\{aligned\}", r"\\\1{align*}"),
+            (r"\\(math(?:bb|cal|frak|bf|rm|it|sf|tt))\s+([A-Za-z])", r"\\\1{\2}"),
+            (r"\\(?:dfrac)\b", r"\\frac")]
+
+def to_mathml(
+    tex:str, # TeX between the delimiters
+    block:bool, # on a line of its own?
+)->str:
+    "One equation as MathML"
+    from latex2mathml.converter import convert
+    src = tex.strip()
+    for old, new in REWRITES: src = re.sub(old, new, src)
+    try: out = convert(src, display="block" if block else "inline")
+    except Exception as e: raise DocsError(f"cannot read the equation {tex!r}: {type(e).__name__} {e}") from e
+    unknown = re.search(r"<m[ion][^>]*>(\\[A-Za-z]+|&)</m[ion]>", out)
+    if unknown: raise DocsError(f"the equation {tex!r} uses {unknown.group(1)!r}, which latex2mathml does not know")
+    return out
+
+
+# ---------------------------------------------------------------- finished pages
+
+def settings():
+    "The project's settings, as nbdev reads them"
+    from nbdev.config import get_config
+    return get_config(path=ROOT)
+
+
+def finish_page(
+    path:Path, # an HTML file of the site
+):
+    "Equations as MathML; absolute links to our own site become relative"
+    cfg = settings()
+    home = f"{cfg.doc_host}{cfg.doc_baseurl}/"
+    up = "../"*(len(path.relative_to(SITE).parts) - 1)
+    text = path.read_text(encoding="utf-8")
+    text = MATH.sub(lambda m: to_mathml(html.unescape(m.group(2)), m.group(1) == "display"), text)
+    text = KATEX.sub("", text)
+    text = re.sub(rf'(<a\b[^>]*?href="){re.escape(home)}', rf"\g<1>{up}", text)
+    path.write_text(text, encoding="utf-8")
+
+
+def finish_site():
+    "What is left to do in the built site"
+    for page in sorted(SITE.rglob("*.html")):
+        try: finish_page(page)
+        except DocsError as e: raise DocsError(f"{page.relative_to(SITE)}: {e}") from e
+    sitemap = SITE/"sitemap.xml" # its dates are those of this build's files, not of the pages
+    if sitemap.exists(): sitemap.write_text(re.sub(r"\s*<lastmod>.*?</lastmod>", "", sitemap.read_text()))
+    (SITE/".nojekyll").touch()
+
+
+# ---------------------------------------------------------------- links
+
+def check_links(
+    site:Path=SITE, # folder of the built site
+)->list: # one line for each fault
+    "Every internal link and anchor leads somewhere, and no page needs the network to be shown"
+    pages = {p: p.read_text(encoding="utf-8") for p in sorted(site.rglob("*.html"))}
+    anchors = {p: set(re.findall(r'\s(?:id|name)="([^"]+)"', t)) for p, t in pages.items()}
+    faults = []
+    for page, text in pages.items():
+        where = page.relative_to(site)
+        if MATH.search(text): faults.append(f"{where}: an equation was left as TeX")
+        body = re.sub(r"<(pre|script|style)\b.*?</\1>", lambda m: m.group(0) if "<a " in m.group(0) else "", text, flags=re.S)
+        heads = re.findall(r'<(?:script|img|iframe|source)\b[^>]*\ssrc="([^"]+)"', text)
+        heads += re.findall(r'<link\b[^>]*rel="(?:stylesheet|icon)"[^>]*href="([^"]+)"', text)
+        for src in heads:
+            if re.match(r"(https?:)?//", src): faults.append(f"{where}: needs the network for {src}")
+        for href in heads + re.findall(r'<a\b[^>]*?\shref="([^"]*)"', body):
+            href = html.unescape(href)
+            parts = urlsplit(href)
+            if parts.scheme or parts.netloc: continue
+            target = page
+            if parts.path:
+                target = site/normpath((where.parent/unquote(parts.path)).as_posix())
+                if target.is_dir(): target = target/"index.html"
+            if not target.is_file(): faults.append(f"{where}: no such page or file: {href}")
+            elif parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]:
+                faults.append(f"{where}: no such anchor: {href}")
+    return faults
+
+
+def build():
+    "All of it"
+    check_tools()
+    make_sources()
+    built = PROC/"_docs"
+    run_quietly("rendering the pages", "-m", "smalldocs.cli", "render", "--quiet", "--strict", str(PROC))
+    shutil.rmtree(SITE, ignore_errors=True)
+    shutil.move(built, SITE)
+    finish_site()
+    faults = check_links()
+    if faults: raise DocsError("\n".join(faults))
+    print(f"{len(list(SITE.rglob('*.html')))} pages, every internal link and anchor checked: {SITE.name}/index.html")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--check-links", action="store_true", help="only check the links of the site that is there")
+    args = p.parse_args()
+    try:
+        if not args.check_links: build()
+        elif faults := check_links(): raise DocsError("\n".join(faults))
+    except DocsError as e:
+        print(e, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__": sys.exit(main())
