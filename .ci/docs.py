@@ -67,6 +67,7 @@ def make_sources():
     if clash: raise DocsError(f"two notebooks make one page: {', '.join(p.name for p in clash)}; rename one")
     for page in [*pages, PROC/"_quarto.yml"]:
         source = clean_links(page.read_text(encoding="utf-8"), numbered)
+        source = re.sub(r'\s*"output-file: [^"]*",', "", source) # Quarto's way to the same names; smalldocs has none
         page.unlink()
         page.with_name(clean_name(page.name)).write_text(source, encoding="utf-8")
     return [p.with_name(clean_name(p.name)) for p in pages]
@@ -99,31 +100,39 @@ def to_mathml(
 
 # ---------------------------------------------------------------- finished pages
 
-def settings():
-    "The project's settings, as nbdev reads them"
-    from nbdev.config import get_config
-    return get_config(path=ROOT)
+def anchors_of(
+    text:str, # a page's HTML
+)->set: # every id a link may name
+    "Anchors of a page"
+    return set(re.findall(r'\s(?:id|name)="([^"]+)"', text))
 
 
-def finish_page(
-    path:Path, # an HTML file of the site
-):
-    "Equations as MathML; absolute links to our own site become relative"
-    cfg = settings()
-    home = f"{cfg.doc_host}{cfg.doc_baseurl}/"
-    up = "../"*(len(path.relative_to(SITE).parts) - 1)
-    text = path.read_text(encoding="utf-8")
-    text = MATH.sub(lambda m: to_mathml(html.unescape(m.group(2)), m.group(1) == "display"), text)
-    text = KATEX.sub("", text)
-    text = re.sub(rf'(<a\b[^>]*?href="){re.escape(home)}', rf"\g<1>{up}", text)
-    path.write_text(text, encoding="utf-8")
+def own_link(
+    m:re.Match, # <a href="https://our.site/page.html#anchor">name</a>, written by nbdev around a name in backticks
+    up:str, # way from the page to the top of the site
+    anchors:dict, # page name → its anchors
+)->str:
+    "A link that stays on this site; a method without an entry of its own leads to its class, a private name nowhere"
+    page, _, anchor = m.group(1).partition("#")
+    known = anchors.get(page, ())
+    for a in (anchor, anchor.rpartition(".")[0]):
+        if a in known: return f'<a href="{up}{page}#{a}">{m.group(2)}</a>'
+    return m.group(2) if anchor else f'<a href="{up}{page}">{m.group(2)}</a>'
 
 
 def finish_site():
-    "What is left to do in the built site"
-    for page in sorted(SITE.rglob("*.html")):
-        try: finish_page(page)
-        except DocsError as e: raise DocsError(f"{page.relative_to(SITE)}: {e}") from e
+    "Equations, links to ourselves, and nothing that differs from one build to the next"
+    from nbdev.config import get_config
+    cfg = get_config(path=ROOT)
+    link = re.compile(rf'<a href="{re.escape(cfg.doc_host + cfg.doc_baseurl)}/([^"]*)">(.*?)</a>', re.S)
+    pages = {p.relative_to(SITE).as_posix(): p.read_text(encoding="utf-8") for p in sorted(SITE.rglob("*.html"))}
+    anchors = {name: anchors_of(text) for name, text in pages.items()}
+    for name, text in pages.items():
+        up = "../"*name.count("/")
+        try: text = MATH.sub(lambda m: to_mathml(html.unescape(m.group(2)), m.group(1) == "display"), text)
+        except DocsError as e: raise DocsError(f"{name}: {e}") from e
+        text = link.sub(lambda m: own_link(m, up, anchors), KATEX.sub("", text))
+        (SITE/name).write_text(text, encoding="utf-8")
     sitemap = SITE/"sitemap.xml" # its dates are those of this build's files, not of the pages
     if sitemap.exists(): sitemap.write_text(re.sub(r"\s*<lastmod>.*?</lastmod>", "", sitemap.read_text()))
     (SITE/".nojekyll").touch()
@@ -136,7 +145,7 @@ def check_links(
 )->list: # one line for each fault
     "Every internal link and anchor leads somewhere, and no page needs the network to be shown"
     pages = {p: p.read_text(encoding="utf-8") for p in sorted(site.rglob("*.html"))}
-    anchors = {p: set(re.findall(r'\s(?:id|name)="([^"]+)"', t)) for p, t in pages.items()}
+    anchors = {p: anchors_of(t) for p, t in pages.items()}
     faults = []
     for page, text in pages.items():
         where = page.relative_to(site)
