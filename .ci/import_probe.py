@@ -11,6 +11,7 @@ def watch(event, args):
     if event == "open":
         path, mode, flags = args
         writes = any(c in mode for c in "wax+") if isinstance(mode, str) else bool(flags & (os.O_WRONLY | os.O_RDWR))
+        if isinstance(path, int): return # a descriptor that is open already
         if writes and "__pycache__" not in str(path) and str(path) != os.devnull: done.append(f"writes {path}")
     elif event in ("socket.connect", "socket.getaddrinfo", "os.mkdir", "subprocess.Popen"): done.append(event)
 
