@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['PRESETS', 'ALIASES', 'TinyLLMError', 'CorpusConfig', 'TokenizerConfig', 'DataConfig', 'ModelConfig', 'OptimConfig',
            'TrainConfig', 'RunConfig', 'SampleConfig', 'Config', 'quickstart', 'stories260K', 'stories15M',
-           'stories42M', 'stories110M', 'tiny_llama', 'flatten', 'make_parser', 'check_overrides', 'load_config',
-           'save_config', 'diff']
+           'stories42M', 'stories110M', 'tiny_llama', 'flatten', 'make_parser', 'check_overrides', 'write_atomic',
+           'load_config', 'save_config', 'diff']
 
-# %% ../nbs/00_config.ipynb #825a74a3
+# %% ../nbs/00_config.ipynb #279aaeeb
 import dataclasses, difflib, linecache, os, re, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
 from jsonargparse import ArgumentError, ArgumentParser, SUPPRESS
 
-# %% ../nbs/00_config.ipynb #8acc4476
+# %% ../nbs/00_config.ipynb #42ed80a9
 class TinyLLMError(Exception):
     "A mistake of the caller's: `what` is wrong, `where`, and how to `fix` it"
     def __init__(self,
@@ -29,7 +29,7 @@ class TinyLLMError(Exception):
         line = ': '.join(o for o in (self.where, self.what) if o)
         return ' '.join((line + (f'; {self.fix}' if self.fix else '')).split())
 
-# %% ../nbs/00_config.ipynb #0b0bd16a
+# %% ../nbs/00_config.ipynb #a15204af
 def _check(
     section, # a settings dataclass
     *rules:tuple # (field name, predicate, the rule in words); `None` values are not checked
@@ -44,7 +44,7 @@ def _positive(v): return v > 0
 def _not_negative(v): return v >= 0
 def _fraction(v): return 0 <= v < 1
 
-# %% ../nbs/00_config.ipynb #05b10b4c
+# %% ../nbs/00_config.ipynb #9e9346e0
 @dataclass(frozen=True)
 class CorpusConfig:
     "Where the stories come from"
@@ -62,7 +62,7 @@ class CorpusConfig:
                ('source', bool, 'a source'), ('separator', bool, 'a non-empty text or none'),
                ('sha256', lambda v: re.fullmatch('[0-9a-f]{64}', v), '64 hexadecimal digits'))
 
-# %% ../nbs/00_config.ipynb #83d35ee4
+# %% ../nbs/00_config.ipynb #459998ce
 @dataclass(frozen=True)
 class TokenizerConfig:
     "The SentencePiece vocabulary"
@@ -84,7 +84,7 @@ class DataConfig:
         _check(self, ('val_fraction', lambda v: 0 < v <= 0.5, 'above 0 and at most 0.5'),
                ('shard_tokens', _positive, 'positive'))
 
-# %% ../nbs/00_config.ipynb #fec9aa3f
+# %% ../nbs/00_config.ipynb #553fe58a
 @dataclass(frozen=True)
 class ModelConfig:
     "Shape of the Llama"
@@ -117,7 +117,7 @@ class ModelConfig:
     def ffn_dim(self)->int:
         return self.hidden_dim or -(-int(8*self.dim/3)//self.multiple_of)*self.multiple_of
 
-# %% ../nbs/00_config.ipynb #769cefc5
+# %% ../nbs/00_config.ipynb #0c9bf726
 @dataclass(frozen=True)
 class OptimConfig:
     "AdamW and its schedule"
@@ -161,7 +161,7 @@ class TrainConfig:
                ('eval_every', _not_negative, 'at least 0'), ('save_every', _not_negative, 'at least 0'),
                ('device', lambda v: re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', v), 'auto, cpu, mps, cuda or cuda:N'))
 
-# %% ../nbs/00_config.ipynb #9a4b029a
+# %% ../nbs/00_config.ipynb #1d55add2
 @dataclass(frozen=True)
 class RunConfig:
     "Where a run lives"
@@ -191,7 +191,7 @@ class SampleConfig:
                ('repetition_penalty', _positive, 'positive'), ('max_new_tokens', _positive, 'positive'),
                ('num_samples', _positive, 'positive'), ('seed', _not_negative, 'at least 0'))
 
-# %% ../nbs/00_config.ipynb #86751c63
+# %% ../nbs/00_config.ipynb #2768f180
 @dataclass(frozen=True)
 class Config:
     "Everything that defines a run"
@@ -214,7 +214,7 @@ class Config:
 
 _SECTION_OF = {f.default_factory:f.name for f in dataclasses.fields(Config)}
 
-# %% ../nbs/00_config.ipynb #841f9fcc
+# %% ../nbs/00_config.ipynb #672893c4
 def quickstart()->Config:
     "A laptop CPU, about a minute: the built-in stories"
     return Config(corpus=CorpusConfig(num_stories=60_000), tokenizer=TokenizerConfig(vocab_size=1024),
@@ -256,7 +256,7 @@ def tiny_llama()->Config:
 PRESETS = {f.__name__.replace('_', '-'):f for f in
            (quickstart, stories260K, stories15M, stories42M, stories110M, tiny_llama)}
 
-# %% ../nbs/00_config.ipynb #7b3f1e7a
+# %% ../nbs/00_config.ipynb #45145024
 def _comments(
     section:type # a settings dataclass
 )->dict: # {field name: the comment beside it}
@@ -281,11 +281,12 @@ def flatten(
 def make_parser(
     prog:str='tinyllm train', # shown in the usage line
     description:str='', # shown above the settings
-    preset:str='quickstart' # whose values are shown as defaults
+    settings:bool=True # with all settings, or bare
 )->ArgumentParser: # knows every `--section.key`; leaves out what was not given
     "The command line of all settings, made from the dataclasses and the comments beside their fields"
     p = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
-    defaults = flatten(PRESETS[preset]())
+    if not settings: return p
+    defaults = flatten(quickstart())
     groups = {s.name:p.add_argument_group(f'{s.name}: {s.default_factory.__doc__}') for s in dataclasses.fields(Config)}
     for key,(typ,_,doc) in _fields().items():
         bare = dict(nargs='?', const=True) if typ is bool else {}
@@ -293,7 +294,7 @@ def make_parser(
             help=f'{doc} (default: {defaults[key]})'.replace('%', '%%'))
     return p
 
-# %% ../nbs/00_config.ipynb #b83699f3
+# %% ../nbs/00_config.ipynb #4b89597c
 ALIASES = dict(batch_size='train.micro_batch_size', max_iters='train.steps', max_steps='train.steps', max_seq_len='model.seq_len',
     block_size='model.seq_len', learning_rate='optim.lr', warmup_iters='optim.warmup_steps', min_learning_rate='optim.min_lr',
     gradient_accumulation_steps='train.tokens_per_step', grad_accum='train.tokens_per_step', eval_interval='train.eval_every',
@@ -318,7 +319,7 @@ def _type_name(typ)->str:
     args = [o for o in typing.get_args(typ) if o is not types.NoneType]
     return f'{_type_name(args[0])} or null' if args else {bool:'true or false'}.get(typ, typ.__name__)
 
-# %% ../nbs/00_config.ipynb #0132b4d2
+# %% ../nbs/00_config.ipynb #9a9b4e8d
 def check_overrides(
     given # {'section.key': value}, or a list of 'section.key=value'
 )->dict: # {'section.key': value of the right type}
@@ -342,7 +343,25 @@ def check_overrides(
         res[key] = value
     return res
 
-# %% ../nbs/00_config.ipynb #4baa2f89
+# %% ../nbs/00_config.ipynb #a820f1db
+def write_atomic(
+    path, # destination; its folder is made
+    data:bytes # the whole content
+)->Path: # `path`
+    "Write a file aside, flush it to the disk, then rename: it is complete or it is not there"
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    try:
+        with open(aside, 'wb') as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(aside, path)
+    finally: aside.unlink(missing_ok=True)
+    return path
+
+# %% ../nbs/00_config.ipynb #7db28482
 def load_config(
     preset:Optional[str]=None, # a name from `PRESETS`; none: `quickstart`
     file=None, # a YAML file of sections
@@ -376,14 +395,9 @@ def save_config(
 ):
     "Write the effective settings as YAML that `load_config` reads back"
     import yaml
-    path = Path(path)
-    tmp = path.with_name(path.name + '.tmp')
-    with open(tmp, 'w', encoding='utf-8') as f:
-        yaml.safe_dump(dataclasses.asdict(cfg), f, sort_keys=False, allow_unicode=True)
-        f.flush(); os.fsync(f.fileno())
-    os.replace(tmp, path)
+    write_atomic(path, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True).encode())
 
-# %% ../nbs/00_config.ipynb #1693c3cd
+# %% ../nbs/00_config.ipynb #2dd7017e
 def diff(
     a:Config, # settings before
     b:Config # settings after
