@@ -4,7 +4,7 @@ nbdev turns each notebook into a page source (_proc/), smalldocs turns those int
 neither does: page names without numbers, equations as MathML instead of a script from a CDN, links between pages
 that stay on this site, the same bytes at each build, and a check of every internal link and anchor.
 """
-import argparse, html, importlib.util, os, re, shutil, subprocess, sys
+import argparse, html, importlib.util, json, os, re, shutil, subprocess, sys
 from pathlib import Path
 from posixpath import normpath
 from urllib.parse import unquote, urlsplit
@@ -78,6 +78,8 @@ def make_sources():
 MATH = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.S)
 KATEX = re.compile(r'<(?:link|script)[^>]*katex[^>]*>(?:</script>)?\s*')
 
+FIGURE = re.compile(r'<img src="data:image/png;base64,([^"]+)"')
+
 # what latex2mathml would pass over in silence, in words that it knows
 REWRITES = [(r"\\(begin|end)\{aligned\}", r"\\\1{align*}"),
             (r"\\(math(?:bb|cal|frak|bf|rm|it|sf|tt))\s+([A-Za-z])", r"\\\1{\2}"),
@@ -107,6 +109,14 @@ def anchors_of(
     return set(re.findall(r'\s(?:id|name)="([^"]+)"', text))
 
 
+def figure_sizes()->dict: # PNG in base64 → width at which the notebook shows it [px]
+    "Figures are stored with two pixels for one; smalldocs does not read the size they are meant to have"
+    outputs = [o for p in PROC.rglob("*.ipynb") for c in json.loads(p.read_text(encoding="utf-8"))["cells"] for o in c.get("outputs", [])]
+    sizes = {"".join(o["data"]["image/png"]).strip(): o.get("metadata", {}).get("image/png", {}).get("width")
+             for o in outputs if "image/png" in o.get("data", {})}
+    return {k: v for k, v in sizes.items() if v}
+
+
 def own_link(
     m:re.Match, # <a href="https://our.site/page.html#anchor">name</a>, written by nbdev around a name in backticks
     up:str, # way from the page to the top of the site
@@ -126,11 +136,12 @@ def finish_site():
     cfg = get_config(path=ROOT)
     link = re.compile(rf'<a href="{re.escape(cfg.doc_host + cfg.doc_baseurl)}/([^"]*)">(.*?)</a>', re.S)
     pages = {p.relative_to(SITE).as_posix(): p.read_text(encoding="utf-8") for p in sorted(SITE.rglob("*.html"))}
-    anchors = {name: anchors_of(text) for name, text in pages.items()}
+    anchors, sizes = {name: anchors_of(text) for name, text in pages.items()}, figure_sizes()
     for name, text in pages.items():
         up = "../"*name.count("/")
         try: text = MATH.sub(lambda m: to_mathml(html.unescape(m.group(2)), m.group(1) == "display"), text)
         except DocsError as e: raise DocsError(f"{name}: {e}") from e
+        text = FIGURE.sub(lambda m: f'{m.group(0)} width="{sizes[m.group(1)]}"' if m.group(1) in sizes else m.group(0), text)
         text = link.sub(lambda m: own_link(m, up, anchors), KATEX.sub("", text))
         (SITE/name).write_text(text, encoding="utf-8")
     sitemap = SITE/"sitemap.xml" # its dates are those of this build's files, not of the pages
@@ -146,7 +157,7 @@ def check_links(
     "Every internal link and anchor leads somewhere, and no page needs the network to be shown"
     pages = {p: p.read_text(encoding="utf-8") for p in sorted(site.rglob("*.html"))}
     anchors = {p: anchors_of(t) for p, t in pages.items()}
-    faults = []
+    faults, linked = [], {site/"index.html"}
     for page, text in pages.items():
         where = page.relative_to(site)
         if MATH.search(text): faults.append(f"{where}: an equation was left as TeX")
@@ -163,10 +174,11 @@ def check_links(
             if parts.path:
                 target = site/normpath((where.parent/unquote(parts.path)).as_posix())
                 if target.is_dir(): target = target/"index.html"
+            if target != page: linked.add(target)
             if not target.is_file(): faults.append(f"{where}: no such page or file: {href}")
             elif parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]:
                 faults.append(f"{where}: no such anchor: {href}")
-    return faults
+    return faults + [f"{p.relative_to(site)}: no page links to it; add it to nbs/_quarto.yml" for p in pages if p not in linked]
 
 
 def build():

@@ -44,7 +44,9 @@ def code_cell(
         if kind in ENDINGS:
             name = f"figure-{len(pictures) + 1}.{ENDINGS[kind]}"
             pictures[name] = content.encode() if kind == "image/svg+xml" else base64.b64decode(content)
-            parts.append(f"![]({(PICTURES/name).relative_to(ROOT).as_posix()})")
+            width = out.metadata.get(kind, {}).get("width") # a stored figure has two pixels for one
+            size = f' width="{width}"' if width else ""
+            parts.append(f'<img src="{(PICTURES/name).relative_to(ROOT).as_posix()}" alt=""{size}>')
         elif kind == "text/markdown": parts.append(content.strip())
         else: parts.append(f"```text\n{content.rstrip()}\n```")
     return parts
