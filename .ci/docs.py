@@ -4,7 +4,7 @@ nbdev turns each notebook into a page source (_proc/), smalldocs turns those int
 neither does: page names without numbers, equations as MathML instead of a script from a CDN, links between pages
 that stay on this site, the same bytes at each build, and a check of every internal link and anchor.
 """
-import argparse, html, importlib.util, json, os, re, shutil, subprocess, sys
+import argparse, ast, html, importlib.util, json, os, re, shutil, subprocess, sys
 from pathlib import Path
 from posixpath import normpath
 from urllib.parse import unquote, urlsplit
@@ -55,6 +55,23 @@ def clean_links(
     "Point links to numbered notebooks at the clean page names"
     for name in names: text = re.sub(rf"(?<![\w.-]){re.escape(name)}", clean_name(name), text)
     return text
+
+
+def mixed_imports()->list: # one line for each fault
+    """Cells in which an import stands beside other code: nbdev runs every cell with an import to look up signatures, and
+    there the other code has nothing to work on"""
+    faults, nbs = [], ROOT/"nbs"
+    for path in sorted(p for p in nbs.rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(nbs).parts)):
+        for i, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+            source = "".join(cell["source"])
+            if cell["cell_type"] != "code" or "nbdev_export(" in source: continue
+            if re.search(r"^\s*#\s*\|\s*(exports?|exporti|exec_doc|eval:\s*false)\s*$", source, re.M): continue
+            try: nodes = list(ast.walk(ast.parse(source)))
+            except SyntaxError: continue # a magic or a shell line
+            if any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in nodes) and \
+               any(isinstance(n, (ast.Expr, ast.Assign)) for n in nodes):
+                faults.append(f"{path.relative_to(ROOT)}, cell {i}: an import shares the cell with other code; move it to a cell of its own")
+    return faults
 
 
 def make_sources():
@@ -184,6 +201,7 @@ def check_links(
 def build():
     "All of it"
     check_tools()
+    if faults := mixed_imports(): raise DocsError("\n".join(faults))
     make_sources()
     built = PROC/"_docs"
     run_quietly("rendering the pages", "-m", "smalldocs.cli", "render", "--quiet", "--strict", str(PROC))
