@@ -24,7 +24,7 @@ setup(
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Education",
         "Natural Language :: English",
-        "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: {v}" for v in ("3", "3.11", "3.12", "3.13", "3.14")),
     ],
     packages=find_packages(include=[cfg["lib_name"], cfg["lib_name"] + ".*"]),
     python_requires=">=" + cfg["min_python"],

@@ -36,7 +36,7 @@ def run_quietly(
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
     r = subprocess.run([sys.executable, *cmd], cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if r.returncode or r.stderr.strip():
-        raise DocsError(f"{what} failed or warned (exit code {r.returncode}):\n{r.stdout[-3000:]}\n{r.stderr[-6000:]}".strip())
+        raise DocsError(f"{what} failed or warned (exit code {r.returncode}):\n{r.stdout[-2000:]}\n{r.stderr[-3000:]}".strip())
 
 
 # ---------------------------------------------------------------- page sources
