@@ -8,7 +8,7 @@ __all__ = ['FORMATS', 'READERS', 'CACHE_MIN_BYTES', 'Document', 'BadRecord', 'ch
            'read_file', 'hash_files', 'Skipped', 'Corpus', 'keep_good', 'read_files', 'read_builtin', 'builtin_corpus',
            'file_corpus', 'open_corpus', 'corpus_summary']
 
-# %% ../nbs/01b_corpus.ipynb #64a7e87b
+# %% ../nbs/01b_corpus.ipynb #aaa025af
 import codecs, glob, gzip, hashlib, json, os, re, time, zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from .config import CorpusConfig, TinyLLMError
 from .download import MANIFEST, fetch_tinystories, read_note, sha256_of, slug, write_json
 from .stories import builtin_grammar, builtin_story
 
-# %% ../nbs/01b_corpus.ipynb #bb472a27
+# %% ../nbs/01b_corpus.ipynb #a7357d41
 @dataclass(frozen=True)
 class Document:
     "One text, and the place it came from"
@@ -37,7 +37,7 @@ class BadRecord:
 
     def error(self)->TinyLLMError: return TinyLLMError(self.reason, self.where, self.fix)
 
-# %% ../nbs/01b_corpus.ipynb #a48709c7
+# %% ../nbs/01b_corpus.ipynb #4c2a94a9
 def check_text(
     text:str, # decoded with `surrogateescape`
     line:int|None=None # number of its first line, in formats where lines mean something
@@ -55,7 +55,7 @@ def check_text(
         return BadRecord(byte if line is not None else f'{byte}, or {half}')
     return text.strip() or BadRecord('the text is empty')
 
-# %% ../nbs/01b_corpus.ipynb #66f682e6
+# %% ../nbs/01b_corpus.ipynb #4e634e02
 FORMATS = ('.json', '.jsonl', '.txt')
 
 def file_format(path)->str|None:
@@ -68,7 +68,7 @@ def natural_key(path)->tuple:
     name = Path(path).as_posix()
     return [int(o) if i%2 else o for i,o in enumerate(re.split('([0-9]+)', name))], name
 
-# %% ../nbs/01b_corpus.ipynb #89424b92
+# %% ../nbs/01b_corpus.ipynb #594dc7dd
 def _matching(path:Path)->list|None:
     "Everything in a folder, or everything that a pattern finds; `None` for neither"
     if path.is_dir(): return list(path.rglob('*'))
@@ -80,7 +80,7 @@ def _is_story_file(path:Path, root:Path)->bool:
     return bool(file_format(path)) and not hidden and path.name != MANIFEST and (
         path.is_file() or path.is_symlink() and not path.is_dir())
 
-# %% ../nbs/01b_corpus.ipynb #855bcf27
+# %% ../nbs/01b_corpus.ipynb #73e1ba0f
 def find_files(
     source:str # a file, a folder or a glob
 )->tuple[Path,list[Path]]: # folder that the names are relative to; files in natural order
@@ -100,7 +100,7 @@ def find_files(
         f'put files there that end in {formats}')
     return root, files
 
-# %% ../nbs/01b_corpus.ipynb #c22cb3a3
+# %% ../nbs/01b_corpus.ipynb #49a40e9d
 def read_chunks(
     path:Path, # a file; one that ends in .gz is decompressed
     chunk_bytes:int=1<<17 # read at a time [bytes]
@@ -113,7 +113,7 @@ def read_chunks(
             if text := decode(block): yield text
     if text := decode(b'', True): yield text
 
-# %% ../nbs/01b_corpus.ipynb #ff275647
+# %% ../nbs/01b_corpus.ipynb #f2153254
 class JsonWindow:
     "The part of a JSON text that is being parsed"
     space = re.compile(r'[ \t\r\n]*')
@@ -161,7 +161,7 @@ class JsonWindow:
     def near_edge(self, pos:int)->bool: # where an escape (12 characters for 🎈) may be cut, or a number
         return len(self.text)-pos < 12
 
-# %% ../nbs/01b_corpus.ipynb #9e2aafd6
+# %% ../nbs/01b_corpus.ipynb #0bf4fef9
 def _json_kind(value)->str:
     "What JSON calls a Python value"
     return {type(None):'null', bool:'a boolean', int:'a number', float:'a number', str:'a string',
@@ -181,7 +181,7 @@ def text_of(
     if isinstance(text, str): return check_text(text)
     return BadRecord(f'{text_key!r} is {_json_kind(text)}, no text')
 
-# %% ../nbs/01b_corpus.ipynb #5709d78b
+# %% ../nbs/01b_corpus.ipynb #e08beb7a
 def read_json(
     path:Path, # a JSON list of objects
     text_key:str='story', # the key that holds the text
@@ -210,7 +210,7 @@ def read_json(
     w.pos += 1
     if w.peek(): yield f'record {i}', BadRecord(f'text after the list, on line {w.line_number()}')
 
-# %% ../nbs/01b_corpus.ipynb #7c683519
+# %% ../nbs/01b_corpus.ipynb #a4f2cf5a
 def _syntax_error(w:JsonWindow, e:Exception|None)->str:
     "What stops the parsing, in words"
     line = w.line_number()
@@ -221,7 +221,7 @@ def _syntax_error(w:JsonWindow, e:Exception|None)->str:
     if e is None: return f'no comma or bracket after it, on line {line}'
     return f'{e.msg.removesuffix(" at")}, on line {w.line + w.text.count(chr(10), 0, e.pos)}'
 
-# %% ../nbs/01b_corpus.ipynb #7e7712de
+# %% ../nbs/01b_corpus.ipynb #b23635d7
 def split_stream(
     chunks:Iterator[str], # pieces of a text
     separator:str # what stands between two documents
@@ -239,7 +239,7 @@ def split_stream(
         searched = max(0, len(text)-len(separator)+1)
     yield line, text
 
-# %% ../nbs/01b_corpus.ipynb #b873fc28
+# %% ../nbs/01b_corpus.ipynb #79eb2ca7
 def read_txt(
     path:Path, # a text file
     text_key=None, # not used in this format
@@ -259,7 +259,7 @@ def read_txt(
         if not (blank and first and ahead): yield f'line {line}', check_text(text.lstrip(), line)
         first = False
 
-# %% ../nbs/01b_corpus.ipynb #3dc07596
+# %% ../nbs/01b_corpus.ipynb #071ae924
 def read_jsonl(
     path:Path, # one JSON object a line
     text_key:str='story', # the key that holds the text
@@ -277,7 +277,7 @@ def read_jsonl(
         yield f'line {line}', found
     if empty: yield '', BadRecord('the file is empty')
 
-# %% ../nbs/01b_corpus.ipynb #0bdca458
+# %% ../nbs/01b_corpus.ipynb #b50f8bd4
 READERS = {'.json':read_json, '.jsonl':read_jsonl, '.txt':read_txt}
 
 def _unreadable(e:OSError, path)->TinyLLMError:
@@ -303,7 +303,7 @@ def read_file(
                         f'{path} {last and "after "}{last}'.rstrip())
     except OSError as e: raise _unreadable(e, path)
 
-# %% ../nbs/01b_corpus.ipynb #6b1acdca
+# %% ../nbs/01b_corpus.ipynb #7b8b539e
 CACHE_MIN_BYTES = 64<<20 # below this, hashing again costs less than a file left lying around
 
 def hash_files(
@@ -325,7 +325,7 @@ def hash_files(
     except OSError: pass # it only costs the hashing, next time
     return hashes
 
-# %% ../nbs/01b_corpus.ipynb #edaf5c9c
+# %% ../nbs/01b_corpus.ipynb #577d2b35
 @dataclass
 class Skipped:
     "What a reading left out"
@@ -360,7 +360,7 @@ class Corpus:
 
     def __repr__(self): return f'Corpus({self.name}, {self.n_documents or "?"} documents)'
 
-# %% ../nbs/01b_corpus.ipynb #97e7b3b9
+# %% ../nbs/01b_corpus.ipynb #56c534bd
 def keep_good(
     records:Iterator[Document|BadRecord], # what a source holds
     on_bad:str, # `error` or `skip`
@@ -395,7 +395,7 @@ def read_builtin(n:int, seed:int, start:int, stop:int|None, *_)->Iterator[Docume
         text,logp = builtin_story(i, seed)
         yield Document(text, f'builtin story {i}', logp)
 
-# %% ../nbs/01b_corpus.ipynb #b3e08b4f
+# %% ../nbs/01b_corpus.ipynb #83a92efa
 def _digest(*parts)->str:
     "SHA-256 of plain values"
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -428,7 +428,7 @@ def file_corpus(
     return Corpus(kind, f'{label}-{fingerprint[:8]}', fingerprint,
                   partial(read_files, files, names, source, text_key, separator), None, on_bad)
 
-# %% ../nbs/01b_corpus.ipynb #0d56e496
+# %% ../nbs/01b_corpus.ipynb #bbc70889
 def open_corpus(
     cfg:CorpusConfig, # the settings of section `corpus`
     data_dir:Path='data', # root of artefacts
