@@ -10,9 +10,9 @@ __all__ = ['TRAINER_STATE', 'DTYPES', 'MANIFEST', 'PICKLES', 'complete_state', '
            'keep_steps', 'checkpoints', 'point', 'rotate', 'disk_errors', 'save_checkpoint', 'find_checkpoint',
            'in_order', 'loss_of', 'whole', 'load_model', 'load_trainer', 'check_fingerprint', 'lock_run']
 
-# %% ../nbs/08_checkpoint.ipynb #164a027a
+# %% ../nbs/08_checkpoint.ipynb #856d68c8
 import errno, fcntl, hashlib, json, math, os, random, re, shutil, socket, struct, warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from .config import ModelConfig, TinyLLMError
 from .model import Transformer
 from .tokenizer import Tokenizer
 
-# %% ../nbs/08_checkpoint.ipynb #55729b4f
+# %% ../nbs/08_checkpoint.ipynb #9761ff1b
 TRAINER_STATE = (
     "step",      # optimizer steps finished: learning rate and order of the data follow from it
     "tokens",    # targets learnt from: the position in the data, whatever the batch size [tokens]
@@ -47,7 +47,7 @@ def complete_state(
         "save_checkpoint(trainer=…)", "give every name in TRAINER_STATE (None where unused)")
     return trainer
 
-# %% ../nbs/08_checkpoint.ipynb #5ee14c54
+# %% ../nbs/08_checkpoint.ipynb #eafe271c
 def rng_state()->dict: # tensors and plain values
     "State of every global random generator: Python, NumPy, PyTorch, each GPU"
     version, ints, gauss = random.getstate()
@@ -70,12 +70,12 @@ def set_rng_state(
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for i, s in enumerate(state["cuda"][:here]): torch.cuda.set_rng_state(s, i)
 
-# %% ../nbs/08_checkpoint.ipynb #6e68e2ba
+# %% ../nbs/08_checkpoint.ipynb #430752e5
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL"}
 
-# %% ../nbs/08_checkpoint.ipynb #365133a1
+# %% ../nbs/08_checkpoint.ipynb #cb5dfd7d
 def tensor_bytes(
     t:torch.Tensor # any shape, device and layout in memory
 )->memoryview: # its numbers in row order
@@ -123,7 +123,7 @@ def read_tensors(
     except (OSError, SafetensorError) as e: raise TinyLLMError(f"cannot be read ({e})", str(path),
         "take another checkpoint of the run, or copy this one again") from None
 
-# %% ../nbs/08_checkpoint.ipynb #c95e5e32
+# %% ../nbs/08_checkpoint.ipynb #fa8676b4
 def pack_tree(
     tree # dicts, lists, tuples, tensors, int, float, str, bool, None
 )->tuple: # description for JSON, {name: tensor}
@@ -152,7 +152,7 @@ def pack_tree(
         return name
     return pack(tree, ""), tensors
 
-# %% ../nbs/08_checkpoint.ipynb #bac6d628
+# %% ../nbs/08_checkpoint.ipynb #aa926394
 def unpack_tree(
     spec, # description from `pack_tree`
     tensors:dict # name -> tensor
@@ -167,7 +167,7 @@ def unpack_tree(
     if kind == "dict": return {unpack_tree(k, tensors): unpack_tree(v, tensors) for k, v in value}
     return dict(list=list, tuple=tuple)[kind](unpack_tree(v, tensors) for v in value)
 
-# %% ../nbs/08_checkpoint.ipynb #40ce4162
+# %% ../nbs/08_checkpoint.ipynb #186dc280
 def hf_config(
     cfg:ModelConfig, # shape of the model
     tokenizer # whose control ids are noted
@@ -197,13 +197,13 @@ def our_config(
     known = {f.name for f in fields(ModelConfig)}
     ours = config.get("tinyllm")
     if not isinstance(ours, dict): raise TinyLLMError("was not written by tinyllm", str(where),
-        "bring in models of other programs with `tinyllm import`")
+        "name a directory that tinyllm has saved")
     if set(ours) - known: raise TinyLLMError(
         f"has settings this version does not know: {', '.join(sorted(set(ours) - known))}",
-        str(where), "update tinyllm")
+        str(where), "use the version of tinyllm that wrote it, or a newer one")
     return ModelConfig(**ours)
 
-# %% ../nbs/08_checkpoint.ipynb #2621a001
+# %% ../nbs/08_checkpoint.ipynb #4a3e9d05
 def hf_tokenizer_config(
     cfg:ModelConfig, # for the length of the context
     tokenizer # whose control pieces are named
@@ -216,7 +216,7 @@ def hf_tokenizer_config(
         model_max_length=cfg.seq_len,
         **{f"{k}_token": tokenizer.table[i][0] for k, i in ids.items() if i >= 0})
 
-# %% ../nbs/08_checkpoint.ipynb #1c23668d
+# %% ../nbs/08_checkpoint.ipynb #5f254811
 def unwrap(
     model # perhaps compiled, perhaps in DistributedDataParallel
 )->torch.nn.Module:
@@ -238,7 +238,7 @@ def as_json(x)->list: # chunks for `write_file`
     "A JSON file, readable for people"
     return [(json.dumps(x, indent=1, allow_nan=False) + "\n").encode()]
 
-# %% ../nbs/08_checkpoint.ipynb #57b26015
+# %% ../nbs/08_checkpoint.ipynb #adaaa3d8
 def write_model(
     folder:Path, # exists
     model:Transformer, # its weights and shape
@@ -272,7 +272,7 @@ def write_trainer(
         "trainer/state.json": as_json(spec)}
     return {name: write_file(folder/name, chunks) for name, chunks in files.items()}
 
-# %% ../nbs/08_checkpoint.ipynb #f2b3df9b
+# %% ../nbs/08_checkpoint.ipynb #d479fb1c
 def load_weights(
     model:Transformer, # is given the weights
     tensors:dict, # name -> tensor
@@ -292,7 +292,7 @@ def load_weights(
     with torch.no_grad():
         for name, t in own.items(): t.copy_(tensors[name])
 
-# %% ../nbs/08_checkpoint.ipynb #d9e42cf3
+# %% ../nbs/08_checkpoint.ipynb #6d87d3e1
 MANIFEST = "manifest.json"
 
 def fsync_dir(
@@ -317,7 +317,7 @@ def seal(x)->str: # sha256
     "Hash of a JSON value"
     return hashlib.sha256(json.dumps(x, sort_keys=True).encode()).hexdigest()
 
-# %% ../nbs/08_checkpoint.ipynb #53926ea1
+# %% ../nbs/08_checkpoint.ipynb #508c0cf0
 def commit(
     tmp:Path, # directory with the files of the checkpoint
     final:Path, # its name from now on
@@ -348,7 +348,7 @@ def settle(
         if final.exists(): remove(final)
         p.rename(final)
 
-# %% ../nbs/08_checkpoint.ipynb #d70762f4
+# %% ../nbs/08_checkpoint.ipynb #e09d08ef
 def read_manifest(
     path # directory of a checkpoint
 )->dict: # step, val_loss, tokenizer, files
@@ -391,7 +391,7 @@ def verify(
             str(Path(path)/name), "take another checkpoint of the run")
     return m
 
-# %% ../nbs/08_checkpoint.ipynb #e17f3cc1
+# %% ../nbs/08_checkpoint.ipynb #90aee9f6
 def by_loss(
     losses:dict # step -> validation loss, None where not evaluated
 )->list: # steps, best first
@@ -407,7 +407,7 @@ def keep_steps(
     milestones = [s for s in losses if keep_every and s % keep_every == 0]
     return {*sorted(losses)[-2:], *by_loss(losses)[:2], *milestones}
 
-# %% ../nbs/08_checkpoint.ipynb #dde23a7e
+# %% ../nbs/08_checkpoint.ipynb #2ed038e8
 def checkpoints(
     path # a run, or its `checkpoints`
 )->dict: # step -> directory, ascending; nothing is said yet about their health
@@ -430,7 +430,7 @@ def point(
     tmp.symlink_to(target.name)
     tmp.replace(link)
 
-# %% ../nbs/08_checkpoint.ipynb #bc44e21d
+# %% ../nbs/08_checkpoint.ipynb #d7dc4660
 def rotate(
     root:Path, # `checkpoints` of a run
     step:int, # has just been saved
@@ -451,7 +451,7 @@ def rotate(
     for s, p in checkpoints(root).items():
         if s > step or s in whole and s not in keep: remove(p)
 
-# %% ../nbs/08_checkpoint.ipynb #a7fa7055
+# %% ../nbs/08_checkpoint.ipynb #9440b9e0
 @contextmanager
 def disk_errors(
     path, # the checkpoint
@@ -461,10 +461,10 @@ def disk_errors(
     try: yield
     except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise TinyLLMError(f"{what} ({e.strerror or e})", str(path), "earlier checkpoints are whole; "
-            + ("free some space" if full else "check the disk and its permissions")) from e
+        raise TinyLLMError(f"{what} ({e.strerror or e})", str(path), "earlier checkpoints are whole; " +
+            ("free some space" if full else "check the disk and its permissions")) from e
 
-# %% ../nbs/08_checkpoint.ipynb #3ea202a5
+# %% ../nbs/08_checkpoint.ipynb #c9c6cef8
 def save_checkpoint(
     run_dir, # directory of the run
     step:int, # optimizer steps finished
@@ -494,7 +494,7 @@ def save_checkpoint(
         rotate(root, step, keep_every)
     return final
 
-# %% ../nbs/08_checkpoint.ipynb #e79fd388
+# %% ../nbs/08_checkpoint.ipynb #05bb1bdc
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin")
 
 def find_checkpoint(
@@ -505,10 +505,11 @@ def find_checkpoint(
     path = Path(path)
     if path.is_file(): raise TinyLLMError("is a file" + (" that may run code when loaded, so it "
         "is not opened" if path.suffix in PICKLES else ""), str(path),
-        "name a run or a checkpoint directory; `tinyllm import` reads other programs' models")
+        "name a run, or one of its checkpoints/step-N")
     if (path/MANIFEST).exists():
         verify(path)
         return path.resolve()
+    if (path/"config.json").exists(): read_manifest(path) # says what is missing
     order, problems = in_order(path, which), []
     for p in order:
         try: verify(p)
@@ -546,7 +547,7 @@ def loss_of(
     try: return read_manifest(path)["val_loss"]
     except TinyLLMError: return None
 
-# %% ../nbs/08_checkpoint.ipynb #356d7b12
+# %% ../nbs/08_checkpoint.ipynb #ecd1ea28
 def whole(
     path, # a run or a checkpoint
     part:str # 'model' or 'trainer'
@@ -591,7 +592,7 @@ def check_fingerprint(
         f"was trained with another tokenizer ({ours[:12]}) than {tokenizer}", str(path),
         "use the tokenizer.model in the checkpoint, and token shards made with it")
 
-# %% ../nbs/08_checkpoint.ipynb #c57000d8
+# %% ../nbs/08_checkpoint.ipynb #8cdaf49b
 _held = set() # descriptors of the locks of this process
 
 @cache # once is enough
@@ -603,7 +604,7 @@ def _forget_locks():
     for fd in _held: os.close(fd)
     _held.clear()
 
-# %% ../nbs/08_checkpoint.ipynb #fa85d44b
+# %% ../nbs/08_checkpoint.ipynb #1256f9b2
 @contextmanager
 def lock_run(
     run_dir # directory of the run, made if absent
@@ -621,7 +622,8 @@ def lock_run(
                 f"is being written by {os.read(fd, 200).decode() or 'another process'}",
                 str(run_dir), "wait for it, stop it, or choose another run.name") from None
             os.ftruncate(fd, 0)
-            os.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            note = f"process {os.getpid()} on {socket.gethostname()}"
+            with suppress(OSError): os.write(fd, note.encode()) # on a full disk it goes without
         yield
     finally:
         if fd in _held: # not in a forked child
