@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['PRESETS', 'ALIASES', 'TinyLLMError', 'CorpusConfig', 'TokenizerConfig', 'DataConfig', 'ModelConfig', 'OptimConfig',
            'TrainConfig', 'RunConfig', 'SampleConfig', 'Config', 'quickstart', 'stories260K', 'stories15M',
-           'stories42M', 'stories110M', 'tiny_llama', 'flatten', 'make_parser', 'check_overrides', 'write_atomic',
-           'load_config', 'save_config', 'diff']
+           'stories42M', 'stories110M', 'tiny_llama', 'all_settings', 'flatten', 'make_parser', 'check_overrides',
+           'write_atomic', 'load_config', 'save_config', 'diff']
 
-# %% ../nbs/00_config.ipynb #279aaeeb
+# %% ../nbs/00_config.ipynb #b4184a40
 import dataclasses, difflib, linecache, os, re, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
 from jsonargparse import ArgumentError, ArgumentParser, SUPPRESS
 
-# %% ../nbs/00_config.ipynb #42ed80a9
+# %% ../nbs/00_config.ipynb #9e7da1f1
 class TinyLLMError(Exception):
     "A mistake of the caller's: `what` is wrong, `where`, and how to `fix` it"
     def __init__(self,
@@ -29,7 +29,7 @@ class TinyLLMError(Exception):
         line = ': '.join(o for o in (self.where, self.what) if o)
         return ' '.join((line + (f'; {self.fix}' if self.fix else '')).split())
 
-# %% ../nbs/00_config.ipynb #a15204af
+# %% ../nbs/00_config.ipynb #3b4c2b19
 def _check(
     section, # a settings dataclass
     *rules:tuple # (field name, predicate, the rule in words); `None` values are not checked
@@ -44,7 +44,7 @@ def _positive(v): return v > 0
 def _not_negative(v): return v >= 0
 def _fraction(v): return 0 <= v < 1
 
-# %% ../nbs/00_config.ipynb #9e9346e0
+# %% ../nbs/00_config.ipynb #6495b43d
 @dataclass(frozen=True)
 class CorpusConfig:
     "Where the stories come from"
@@ -62,7 +62,7 @@ class CorpusConfig:
                ('source', bool, 'a source'), ('separator', bool, 'a non-empty text or none'),
                ('sha256', lambda v: re.fullmatch('[0-9a-f]{64}', v), '64 hexadecimal digits'))
 
-# %% ../nbs/00_config.ipynb #459998ce
+# %% ../nbs/00_config.ipynb #42e462a8
 @dataclass(frozen=True)
 class TokenizerConfig:
     "The SentencePiece vocabulary"
@@ -84,7 +84,7 @@ class DataConfig:
         _check(self, ('val_fraction', lambda v: 0 < v <= 0.5, 'above 0 and at most 0.5'),
                ('shard_tokens', _positive, 'positive'))
 
-# %% ../nbs/00_config.ipynb #553fe58a
+# %% ../nbs/00_config.ipynb #b580cb70
 @dataclass(frozen=True)
 class ModelConfig:
     "Shape of the Llama"
@@ -117,7 +117,7 @@ class ModelConfig:
     def ffn_dim(self)->int:
         return self.hidden_dim or -(-int(8*self.dim/3)//self.multiple_of)*self.multiple_of
 
-# %% ../nbs/00_config.ipynb #0c9bf726
+# %% ../nbs/00_config.ipynb #c7ec20c8
 @dataclass(frozen=True)
 class OptimConfig:
     "AdamW and its schedule"
@@ -161,7 +161,7 @@ class TrainConfig:
                ('eval_every', _not_negative, 'at least 0'), ('save_every', _not_negative, 'at least 0'),
                ('device', lambda v: re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', v), 'auto, cpu, mps, cuda or cuda:N'))
 
-# %% ../nbs/00_config.ipynb #1d55add2
+# %% ../nbs/00_config.ipynb #881e64f0
 @dataclass(frozen=True)
 class RunConfig:
     "Where a run lives"
@@ -191,7 +191,7 @@ class SampleConfig:
                ('repetition_penalty', _positive, 'positive'), ('max_new_tokens', _positive, 'positive'),
                ('num_samples', _positive, 'positive'), ('seed', _not_negative, 'at least 0'))
 
-# %% ../nbs/00_config.ipynb #2768f180
+# %% ../nbs/00_config.ipynb #e3e7bfb1
 @dataclass(frozen=True)
 class Config:
     "Everything that defines a run"
@@ -214,7 +214,7 @@ class Config:
 
 _SECTION_OF = {f.default_factory:f.name for f in dataclasses.fields(Config)}
 
-# %% ../nbs/00_config.ipynb #672893c4
+# %% ../nbs/00_config.ipynb #ec644e91
 def quickstart()->Config:
     "A laptop CPU, about a minute: the built-in stories"
     return Config(corpus=CorpusConfig(num_stories=60_000), tokenizer=TokenizerConfig(vocab_size=1024),
@@ -256,7 +256,7 @@ def tiny_llama()->Config:
 PRESETS = {f.__name__.replace('_', '-'):f for f in
            (quickstart, stories260K, stories15M, stories42M, stories110M, tiny_llama)}
 
-# %% ../nbs/00_config.ipynb #45145024
+# %% ../nbs/00_config.ipynb #168acb22
 def _comments(
     section:type # a settings dataclass
 )->dict: # {field name: the comment beside it}
@@ -266,7 +266,7 @@ def _comments(
     start = max(i for i,line in enumerate(lines) if line.startswith('class '))
     return dict(re.findall(r'^ +(\w+):.* # (.*)$', ''.join(lines[start:]), re.M))
 
-def _fields()->dict:
+def all_settings()->dict:
     "All settings: `section.key` to (type, default, comment)"
     return {f'{s.name}.{f.name}':(hints[f.name], f.default, docs.get(f.name, '')) for s in dataclasses.fields(Config)
             for hints,docs in [(typing.get_type_hints(s.default_factory), _comments(s.default_factory))]
@@ -281,20 +281,23 @@ def flatten(
 def make_parser(
     prog:str='tinyllm train', # shown in the usage line
     description:str='', # shown above the settings
+    own:dict={}, # flags that are no settings: name to help; shown first
     settings:bool=True # with all settings, or bare
 )->ArgumentParser: # knows every `--section.key`; leaves out what was not given
     "The command line of all settings, made from the dataclasses and the comments beside their fields"
     p = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    flags = p.add_argument_group('flags')
+    for name,doc in own.items(): flags.add_argument(f'--{name}', default=SUPPRESS, metavar='', help=doc.replace('%', '%%'))
     if not settings: return p
     defaults = flatten(quickstart())
     groups = {s.name:p.add_argument_group(f'{s.name}: {s.default_factory.__doc__}') for s in dataclasses.fields(Config)}
-    for key,(typ,_,doc) in _fields().items():
+    for key,(typ,_,doc) in all_settings().items():
         bare = dict(nargs='?', const=True) if typ is bool else {}
         groups[key.split('.')[0]].add_argument(f'--{key}', type=typ, default=SUPPRESS, **bare,
             help=f'{doc} (default: {defaults[key]})'.replace('%', '%%'))
     return p
 
-# %% ../nbs/00_config.ipynb #4b89597c
+# %% ../nbs/00_config.ipynb #5dfc36f0
 ALIASES = dict(batch_size='train.micro_batch_size', max_iters='train.steps', max_steps='train.steps', max_seq_len='model.seq_len',
     block_size='model.seq_len', learning_rate='optim.lr', warmup_iters='optim.warmup_steps', min_learning_rate='optim.min_lr',
     gradient_accumulation_steps='train.tokens_per_step', grad_accum='train.tokens_per_step', eval_interval='train.eval_every',
@@ -306,7 +309,7 @@ ALIASES = dict(batch_size='train.micro_batch_size', max_iters='train.steps', max
 
 def _nearest(key:str)->str:
     "A hint for an unknown key"
-    known,last = list(_fields()),key.split('.')[-1]
+    known,last = list(all_settings()),key.split('.')[-1]
     same = [k for k in known if k.split('.')[-1] == last]
     alias = [ALIASES[last]] if last in ALIASES else []
     near = alias or same or difflib.get_close_matches(key, known, 1, 0.6) or [
@@ -319,14 +322,14 @@ def _type_name(typ)->str:
     args = [o for o in typing.get_args(typ) if o is not types.NoneType]
     return f'{_type_name(args[0])} or null' if args else {bool:'true or false'}.get(typ, typ.__name__)
 
-# %% ../nbs/00_config.ipynb #9a9b4e8d
+# %% ../nbs/00_config.ipynb #1e8954a7
 def check_overrides(
     given # {'section.key': value}, or a list of 'section.key=value'
 )->dict: # {'section.key': value of the right type}
     "Check settings by name and type, from whichever door they come"
     if not isinstance(given, dict):
         given = dict(o.lstrip('-').split('=', 1) if '=' in o else (o, 'true') for o in given)
-    parser,known,res = make_parser(),_fields(),{}
+    parser,known,res = make_parser(),all_settings(),{}
     for key,value in given.items():
         if key not in known: raise TinyLLMError(f'{key}={value!r} is not a setting', 'config', _nearest(key))
         typ = known[key][0]
@@ -343,7 +346,7 @@ def check_overrides(
         res[key] = value
     return res
 
-# %% ../nbs/00_config.ipynb #a820f1db
+# %% ../nbs/00_config.ipynb #651f85ab
 def write_atomic(
     path, # destination; its folder is made
     data:bytes # the whole content
@@ -361,7 +364,7 @@ def write_atomic(
     finally: aside.unlink(missing_ok=True)
     return path
 
-# %% ../nbs/00_config.ipynb #7db28482
+# %% ../nbs/00_config.ipynb #a8bc65c1
 def load_config(
     preset:Optional[str]=None, # a name from `PRESETS`; none: `quickstart`
     file=None, # a YAML file of sections
@@ -397,7 +400,7 @@ def save_config(
     import yaml
     write_atomic(path, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True).encode())
 
-# %% ../nbs/00_config.ipynb #2dd7017e
+# %% ../nbs/00_config.ipynb #daaedc18
 def diff(
     a:Config, # settings before
     b:Config # settings after
