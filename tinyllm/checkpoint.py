@@ -10,7 +10,7 @@ __all__ = ['TRAINER_STATE', 'DTYPES', 'MANIFEST', 'PICKLES', 'complete_state', '
            'keep_steps', 'checkpoints', 'point', 'rotate', 'disk_errors', 'save_checkpoint', 'find_checkpoint',
            'in_order', 'loss_of', 'whole', 'load_model', 'load_trainer', 'check_fingerprint', 'lock_run']
 
-# %% ../nbs/08_checkpoint.ipynb #856d68c8
+# %% ../nbs/08_checkpoint.ipynb #989a3eb9
 import errno, fcntl, hashlib, json, math, os, random, re, shutil, socket, struct, warnings
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
@@ -23,7 +23,7 @@ from .config import ModelConfig, TinyLLMError
 from .model import Transformer
 from .tokenizer import Tokenizer
 
-# %% ../nbs/08_checkpoint.ipynb #9761ff1b
+# %% ../nbs/08_checkpoint.ipynb #9af2e1e7
 TRAINER_STATE = (
     "step",      # optimizer steps finished: learning rate and order of the data follow from it
     "tokens",    # targets learnt from: the position in the data, whatever the batch size [tokens]
@@ -47,7 +47,7 @@ def complete_state(
         "save_checkpoint(trainer=…)", "give every name in TRAINER_STATE (None where unused)")
     return trainer
 
-# %% ../nbs/08_checkpoint.ipynb #eafe271c
+# %% ../nbs/08_checkpoint.ipynb #a42f9f9a
 def rng_state()->dict: # tensors and plain values
     "State of every global random generator: Python, NumPy, PyTorch, each GPU"
     version, ints, gauss = random.getstate()
@@ -70,12 +70,12 @@ def set_rng_state(
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for i, s in enumerate(state["cuda"][:here]): torch.cuda.set_rng_state(s, i)
 
-# %% ../nbs/08_checkpoint.ipynb #430752e5
+# %% ../nbs/08_checkpoint.ipynb #4b13e499
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL"}
 
-# %% ../nbs/08_checkpoint.ipynb #cb5dfd7d
+# %% ../nbs/08_checkpoint.ipynb #d9ddbe88
 def tensor_bytes(
     t:torch.Tensor # any shape, device and layout in memory
 )->memoryview: # its numbers in row order
@@ -123,7 +123,7 @@ def read_tensors(
     except (OSError, SafetensorError) as e: raise TinyLLMError(f"cannot be read ({e})", str(path),
         "take another checkpoint of the run, or copy this one again") from None
 
-# %% ../nbs/08_checkpoint.ipynb #fa8676b4
+# %% ../nbs/08_checkpoint.ipynb #b8c871e5
 def pack_tree(
     tree # dicts, lists, tuples, tensors, int, float, str, bool, None
 )->tuple: # description for JSON, {name: tensor}
@@ -152,7 +152,7 @@ def pack_tree(
         return name
     return pack(tree, ""), tensors
 
-# %% ../nbs/08_checkpoint.ipynb #aa926394
+# %% ../nbs/08_checkpoint.ipynb #924c1357
 def unpack_tree(
     spec, # description from `pack_tree`
     tensors:dict # name -> tensor
@@ -167,7 +167,7 @@ def unpack_tree(
     if kind == "dict": return {unpack_tree(k, tensors): unpack_tree(v, tensors) for k, v in value}
     return dict(list=list, tuple=tuple)[kind](unpack_tree(v, tensors) for v in value)
 
-# %% ../nbs/08_checkpoint.ipynb #186dc280
+# %% ../nbs/08_checkpoint.ipynb #903a97c7
 def hf_config(
     cfg:ModelConfig, # shape of the model
     tokenizer # whose control ids are noted
@@ -203,7 +203,7 @@ def our_config(
         str(where), "use the version of tinyllm that wrote it, or a newer one")
     return ModelConfig(**ours)
 
-# %% ../nbs/08_checkpoint.ipynb #4a3e9d05
+# %% ../nbs/08_checkpoint.ipynb #27c64463
 def hf_tokenizer_config(
     cfg:ModelConfig, # for the length of the context
     tokenizer # whose control pieces are named
@@ -216,7 +216,7 @@ def hf_tokenizer_config(
         model_max_length=cfg.seq_len,
         **{f"{k}_token": tokenizer.table[i][0] for k, i in ids.items() if i >= 0})
 
-# %% ../nbs/08_checkpoint.ipynb #5f254811
+# %% ../nbs/08_checkpoint.ipynb #ce978914
 def unwrap(
     model # perhaps compiled, perhaps in DistributedDataParallel
 )->torch.nn.Module:
@@ -238,7 +238,7 @@ def as_json(x)->list: # chunks for `write_file`
     "A JSON file, readable for people"
     return [(json.dumps(x, indent=1, allow_nan=False) + "\n").encode()]
 
-# %% ../nbs/08_checkpoint.ipynb #adaaa3d8
+# %% ../nbs/08_checkpoint.ipynb #0a454242
 def write_model(
     folder:Path, # exists
     model:Transformer, # its weights and shape
@@ -272,7 +272,7 @@ def write_trainer(
         "trainer/state.json": as_json(spec)}
     return {name: write_file(folder/name, chunks) for name, chunks in files.items()}
 
-# %% ../nbs/08_checkpoint.ipynb #d479fb1c
+# %% ../nbs/08_checkpoint.ipynb #44231aff
 def load_weights(
     model:Transformer, # is given the weights
     tensors:dict, # name -> tensor
@@ -292,7 +292,7 @@ def load_weights(
     with torch.no_grad():
         for name, t in own.items(): t.copy_(tensors[name])
 
-# %% ../nbs/08_checkpoint.ipynb #6d87d3e1
+# %% ../nbs/08_checkpoint.ipynb #3026fd9f
 MANIFEST = "manifest.json"
 
 def fsync_dir(
@@ -317,7 +317,7 @@ def seal(x)->str: # sha256
     "Hash of a JSON value"
     return hashlib.sha256(json.dumps(x, sort_keys=True).encode()).hexdigest()
 
-# %% ../nbs/08_checkpoint.ipynb #508c0cf0
+# %% ../nbs/08_checkpoint.ipynb #29628eb8
 def commit(
     tmp:Path, # directory with the files of the checkpoint
     final:Path, # its name from now on
@@ -348,7 +348,7 @@ def settle(
         if final.exists(): remove(final)
         p.rename(final)
 
-# %% ../nbs/08_checkpoint.ipynb #e09d08ef
+# %% ../nbs/08_checkpoint.ipynb #2048e446
 def read_manifest(
     path # directory of a checkpoint
 )->dict: # step, val_loss, tokenizer, files
@@ -391,7 +391,7 @@ def verify(
             str(Path(path)/name), "take another checkpoint of the run")
     return m
 
-# %% ../nbs/08_checkpoint.ipynb #90aee9f6
+# %% ../nbs/08_checkpoint.ipynb #0fd6683b
 def by_loss(
     losses:dict # step -> validation loss, None where not evaluated
 )->list: # steps, best first
@@ -407,7 +407,7 @@ def keep_steps(
     milestones = [s for s in losses if keep_every and s % keep_every == 0]
     return {*sorted(losses)[-2:], *by_loss(losses)[:2], *milestones}
 
-# %% ../nbs/08_checkpoint.ipynb #2ed038e8
+# %% ../nbs/08_checkpoint.ipynb #63874f01
 def checkpoints(
     path # a run, or its `checkpoints`
 )->dict: # step -> directory, ascending; nothing is said yet about their health
@@ -430,7 +430,7 @@ def point(
     tmp.symlink_to(target.name)
     tmp.replace(link)
 
-# %% ../nbs/08_checkpoint.ipynb #d7dc4660
+# %% ../nbs/08_checkpoint.ipynb #4813f18f
 def rotate(
     root:Path, # `checkpoints` of a run
     step:int, # has just been saved
@@ -451,7 +451,7 @@ def rotate(
     for s, p in checkpoints(root).items():
         if s > step or s in whole and s not in keep: remove(p)
 
-# %% ../nbs/08_checkpoint.ipynb #9440b9e0
+# %% ../nbs/08_checkpoint.ipynb #16b08957
 @contextmanager
 def disk_errors(
     path, # the checkpoint
@@ -464,7 +464,7 @@ def disk_errors(
         raise TinyLLMError(f"{what} ({e.strerror or e})", str(path), "earlier checkpoints are whole; " +
             ("free some space" if full else "check the disk and its permissions")) from e
 
-# %% ../nbs/08_checkpoint.ipynb #c9c6cef8
+# %% ../nbs/08_checkpoint.ipynb #a5cbfd37
 def save_checkpoint(
     run_dir, # directory of the run
     step:int, # optimizer steps finished
@@ -494,7 +494,7 @@ def save_checkpoint(
         rotate(root, step, keep_every)
     return final
 
-# %% ../nbs/08_checkpoint.ipynb #05bb1bdc
+# %% ../nbs/08_checkpoint.ipynb #cd93707d
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin")
 
 def find_checkpoint(
@@ -507,8 +507,9 @@ def find_checkpoint(
         "is not opened" if path.suffix in PICKLES else ""), str(path),
         "name a run, or one of its checkpoints/step-N")
     if (path/MANIFEST).exists():
+        path = path.resolve() # a link may be moved on while we read
         verify(path)
-        return path.resolve()
+        return path
     if (path/"config.json").exists(): read_manifest(path) # says what is missing
     order, problems = in_order(path, which), []
     for p in order:
@@ -547,15 +548,15 @@ def loss_of(
     try: return read_manifest(path)["val_loss"]
     except TinyLLMError: return None
 
-# %% ../nbs/08_checkpoint.ipynb #ecd1ea28
+# %% ../nbs/08_checkpoint.ipynb #5e2a8de4
 def whole(
     path, # a run or a checkpoint
     part:str # 'model' or 'trainer'
 )->Path: # directory of a checkpoint
     "A checkpoint of which one part has been verified (of a large model that saves minutes)"
-    if not (Path(path)/MANIFEST).is_file(): path = find_checkpoint(path)
+    path = Path(path).resolve() if (Path(path)/MANIFEST).is_file() else find_checkpoint(path)
     verify(path, part)
-    return Path(path).resolve()
+    return path
 
 def load_model(
     path, # a run or a checkpoint
@@ -592,7 +593,7 @@ def check_fingerprint(
         f"was trained with another tokenizer ({ours[:12]}) than {tokenizer}", str(path),
         "use the tokenizer.model in the checkpoint, and token shards made with it")
 
-# %% ../nbs/08_checkpoint.ipynb #8cdaf49b
+# %% ../nbs/08_checkpoint.ipynb #cb6683cb
 _held = set() # descriptors of the locks of this process
 
 @cache # once is enough
@@ -604,7 +605,7 @@ def _forget_locks():
     for fd in _held: os.close(fd)
     _held.clear()
 
-# %% ../nbs/08_checkpoint.ipynb #1256f9b2
+# %% ../nbs/08_checkpoint.ipynb #e67acb5b
 @contextmanager
 def lock_run(
     run_dir # directory of the run, made if absent
