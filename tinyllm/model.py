@@ -6,14 +6,14 @@
 __all__ = ['check_ids', 'check_tokens', 'check_targets', 'Transformer', 'init_weights', 'params_by_part', 'count_params',
            'flops_per_token', 'memory_estimate']
 
-# %% ../nbs/05_model.ipynb #9f79d76c
+# %% ../nbs/05_model.ipynb #4b261f02
 import torch
 import torch.nn.functional as F
 from torch import nn
 from .config import ModelConfig, TinyLLMError
-from .layers import Block, KVCache, RMSNorm, Rope, attention_mask
+from .layers import Block, KVCache, MAX_HALVES, RMSNorm, Rope, attention_mask
 
-# %% ../nbs/05_model.ipynb #c58f1993
+# %% ../nbs/05_model.ipynb #0077968b
 def check_ids(
     ids:torch.Tensor, # token ids
     vocab_size:int, # ids must be below this
@@ -52,7 +52,7 @@ def check_targets(
         f"{tuple(tokens.shape)} differ in shape", "Transformer.loss", "give one target per token, -100 for none")
     check_ids(targets, cfg.vocab_size, "target", ignored=-100)
 
-# %% ../nbs/05_model.ipynb #1c6e352f
+# %% ../nbs/05_model.ipynb #6b55a595
 class Transformer(nn.Module):
     "Llama (Touvron et al. 2023): embedding, blocks, norm, output; parameters named as in transformers"
     def __init__(self,
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         nats = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction='sum')
         return nats, (targets != -100).sum()
 
-# %% ../nbs/05_model.ipynb #023e4e50
+# %% ../nbs/05_model.ipynb #2ff0f694
 @torch.no_grad()
 def init_weights(
     model:nn.Module, # a Transformer
@@ -125,7 +125,7 @@ def init_weights(
             std = cfg.init_std/(2*cfg.n_layers)**0.5 if writes else cfg.init_std
             nn.init.normal_(p, std=std, generator=generators.get(p.device))
 
-# %% ../nbs/05_model.ipynb #be7677bd
+# %% ../nbs/05_model.ipynb #59e5481b
 def params_by_part(
     cfg:ModelConfig # shape of the model
 )->dict: # {part: number of weights}
@@ -143,7 +143,7 @@ def count_params(
     "Number of weights of the model that `cfg` describes"
     return sum(params_by_part(cfg).values())
 
-# %% ../nbs/05_model.ipynb #a637f08b
+# %% ../nbs/05_model.ipynb #f6049876
 def flops_per_token(
     cfg:ModelConfig, # shape of the model
     seq_len:int=None, # positions T [tokens]; none: cfg.seq_len
@@ -155,7 +155,7 @@ def flops_per_token(
     attention = cfg.n_layers*cfg.n_heads*cfg.head_dim*(seq_len or cfg.seq_len)
     return (3 if training else 1)*(2*multiplying + 4*attention)
 
-# %% ../nbs/05_model.ipynb #c312b1f5
+# %% ../nbs/05_model.ipynb #ba43ed11
 def memory_estimate(
     cfg:ModelConfig, # shape of the model
     micro_batch_size:int, # sequences per forward pass
@@ -167,11 +167,14 @@ def memory_estimate(
     n,half = count_params(cfg),dtype not in ('float32','auto')
     heads,kv = cfg.n_heads*cfg.head_dim,cfg.kv_heads*cfg.head_dim
     product = 2 if half else 4 # bytes of a number that enters a matrix product
-    score = 2 if half and device!='cpu' else 4
-    attention = score*2*(heads+kv) + (2*heads if half and device=='cpu' else 0)
+    seq_len = seq_len or cfg.seq_len
+    attention = product*2*(heads+kv)
+    if half and device=='cpu': # see `attend`
+        attention = attention + 3*cfg.n_heads*seq_len//2 if dtype=='bfloat16' and seq_len <= MAX_HALVES \
+            else 2*attention + 2*heads
     block = (16+10 if half else 24)*cfg.dim + attention + product*4*cfg.ffn_dim
     top = (8+product)*cfg.dim
-    tokens = micro_batch_size*(seq_len or cfg.seq_len)
-    parts = dict(weights=4*n, gradients=4*n, optimizer=8*n, activations=tokens*(cfg.n_layers*block + top),
+    tokens = micro_batch_size*seq_len
+    parts = dict(weights=(6 if half else 4)*n, gradients=4*n, optimizer=8*n, activations=tokens*(cfg.n_layers*block + top),
                  logits=tokens*cfg.vocab_size*(12+4*half))
     return parts | dict(total=sum(parts.values()))

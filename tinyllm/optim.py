@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['param_groups', 'make_optimizer', 'lr_at', 'clip_gradients']
 
-# %% ../nbs/06_optim.ipynb #823848ff
+# %% ../nbs/06_optim.ipynb #7d8a6617
 import math
 import torch
 from torch import nn
 from .config import OptimConfig, TinyLLMError
 
-# %% ../nbs/06_optim.ipynb #ec74e747
+# %% ../nbs/06_optim.ipynb #416f6187
 def param_groups(
     model:nn.Module, # whose trainable parameters are sorted
     weight_decay:float=0.1 # share of a matrix that decays, times the learning rate, per step
@@ -23,7 +23,7 @@ def param_groups(
     return [dict(params=[p for p in params if p.ndim>=2], weight_decay=weight_decay),
             dict(params=[p for p in params if p.ndim<2], weight_decay=0.)]
 
-# %% ../nbs/06_optim.ipynb #ffceaabf
+# %% ../nbs/06_optim.ipynb #4adf0308
 def make_optimizer(
     model:nn.Module, # to be trained, already on its device
     cfg:OptimConfig, # rates and decay
@@ -36,7 +36,7 @@ def make_optimizer(
     if fused is None: fused = kind in ('cpu','cuda','mps','xpu')
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1,cfg.beta2), eps=cfg.eps, fused=fused)
 
-# %% ../nbs/06_optim.ipynb #2b4e9f1c
+# %% ../nbs/06_optim.ipynb #89defe5e
 def lr_at(
     step:int, # optimizer step, from 0
     cfg:OptimConfig, # schedule and its rates
@@ -52,7 +52,7 @@ def lr_at(
     left = (1+math.cos(math.pi*done))/2 if cfg.schedule=='cosine' else 1-done
     return cfg.min_lr + (cfg.lr-cfg.min_lr)*left
 
-# %% ../nbs/06_optim.ipynb #019fbba6
+# %% ../nbs/06_optim.ipynb #946a272f
 @torch.no_grad()
 def clip_gradients(
     params, # a module, or its parameters
