@@ -7,7 +7,7 @@ __all__ = ['evaluating', 'draw', 'filter_logits', 'next_probs', 'plot_next', 'pe
            'generate_plain', 'last_scores', 'prefill', 'generate', 'token_rules', 'sample_texts', 'read_prompt',
            'stream', 'story_sampler', 'pick_device', 'TextGenerator']
 
-# %% ../nbs/11_sampling.ipynb #c8e3ec59
+# %% ../nbs/11_sampling.ipynb #bdf8844f
 import math, numbers, warnings
 from contextlib import contextmanager
 from dataclasses import fields
@@ -21,7 +21,7 @@ from .layers import KVCache
 from .model import Transformer
 from .tokenizer import Tokenizer
 
-# %% ../nbs/11_sampling.ipynb #f0346fb0
+# %% ../nbs/11_sampling.ipynb #73f8dea1
 @contextmanager
 def evaluating(
     model:torch.nn.Module # left as it was, each part of it
@@ -34,18 +34,18 @@ def evaluating(
     finally:
         for m,mode in modes: m.training = mode
 
-# %% ../nbs/11_sampling.ipynb #c7bcdfa5
+# %% ../nbs/11_sampling.ipynb #05fff408
 def draw(
     probs:torch.Tensor, # distributions, not necessarily normalised, (B, vocab_size)
-    u:torch.Tensor # one uniform number in [0, 1) per row, float64, (B,)
+    u:torch.Tensor # one uniform number in [0, 1) per row, float64 where the device has it, (B,)
 )->torch.Tensor: # token ids, (B,)
     "Invert the cumulative distribution: the first token at which it exceeds `u`"
-    cdf = probs.cumsum(-1)
+    cdf = probs.cumsum(-1, dtype=u.dtype)
     total = cdf[:, -1]
-    goal = torch.minimum(u.to(cdf)*total, torch.nextafter(total, torch.zeros_like(total)))
+    goal = torch.minimum(u*total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, goal[:, None], right=True)[:, 0]
 
-# %% ../nbs/11_sampling.ipynb #9cf81789
+# %% ../nbs/11_sampling.ipynb #5442117d
 def filter_logits(
     logits:torch.Tensor, # scores of the next token, any float type, (B, vocab_size)
     temperature:float=1., # above 0: divides the scores
@@ -55,20 +55,31 @@ def filter_logits(
 )->torch.Tensor: # float32, −inf where a token may not be drawn, (B, vocab_size)
     "Temperature, top-k, top-p and min-p, in this order, each on what the one before has left"
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True))/max(temperature, 1e-8)
+    logits = (logits - logits.amax(-1, keepdim=True))/max(temperature, 1e-8)  # the best is 0
     V = logits.shape[-1]
     k = min(top_k or V, V)
-    if k == V and top_p >= 1 and min_p <= 0: return logits
-    ordered,ids = logits.sort(stable=True, dim=-1, descending=True)  # of equals, the lower id first
-    drop = torch.arange(V, device=logits.device).expand_as(ordered) >= k  # (B, vocab_size)
-    probs = ordered.masked_fill(drop, -math.inf).softmax(-1)
-    better = F.pad(probs.cumsum(-1)[:, :-1], (1, 0))  # mass of all likelier tokens
-    if top_p < 1: drop = drop | (better >= top_p)
-    drop = drop | (probs < min_p*probs[:, :1])
-    drop[:, 0] = False  # the likeliest token always stays
-    return logits.masked_fill(torch.empty_like(drop).scatter(-1, ids, drop), -math.inf)
+    if k < V or top_p < 1: logits = _keep_likeliest(logits, *_how_many(logits, k, top_p))
+    if min_p > 0: logits = logits.masked_fill(logits < math.log(min_p), -math.inf)
+    return logits
 
-# %% ../nbs/11_sampling.ipynb #353a0f64
+def _how_many(logits, k, top_p):
+    "Of each row, how many tokens stay (B, 1), and the score of the last of them (B, 1)"
+    V,m = logits.shape[-1],k if k < logits.shape[-1] else min(k, 256)
+    while True:
+        best = logits.topk(m).values  # (B, m), falling
+        mass = (best - (best if k < V else logits).logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+        if m == k or (mass[:, -1] >= top_p).all(): break
+        m = min(8*m, k)
+    n = 1 + (mass[:, :-1] < top_p).sum(-1, keepdim=True) if top_p < 1 else torch.full_like(mass[:, :1], k).long()
+    return n, best.gather(-1, n-1)
+
+def _keep_likeliest(logits, n, last):
+    "Keep each row's n best scores, `last` being the least of them; of equals, the lower ids"
+    equal,better = logits == last,logits > last
+    room = n - better.sum(-1, keepdim=True)
+    return logits.masked_fill(~(better | equal & (equal.cumsum(-1) <= room)), -math.inf)
+
+# %% ../nbs/11_sampling.ipynb #affcde00
 def next_probs(
     model:Transformer,
     ids:list, # tokens so far, BOS first
@@ -79,7 +90,7 @@ def next_probs(
         logits = model(torch.tensor([ids[-model.cfg.seq_len:]], device=next(model.parameters()).device))[:, -1]
         return filter_logits(logits, **settings).softmax(-1)[0].cpu()
 
-# %% ../nbs/11_sampling.ipynb #80677c66
+# %% ../nbs/11_sampling.ipynb #ae7495e3
 def plot_next(
     probs:torch.Tensor, # probability of each token, (vocab_size,)
     names:list, # what to write beside each bar
@@ -97,7 +108,7 @@ def plot_next(
     ax.spines[['top', 'right']].set_visible(False)
     return ax
 
-# %% ../nbs/11_sampling.ipynb #042362c6
+# %% ../nbs/11_sampling.ipynb #299fc664
 def penalize(
     logits:torch.Tensor, # (B, vocab_size)
     seen:torch.Tensor, # True for tokens that occurred already, bool, (B, vocab_size)
@@ -106,7 +117,7 @@ def penalize(
     "CTRL's repetition penalty (Keskar et al. 2019, section 4.1), for scores of either sign"
     return torch.where(seen, torch.where(logits > 0, logits/penalty, logits*penalty), logits)
 
-# %% ../nbs/11_sampling.ipynb #99f14d9e
+# %% ../nbs/11_sampling.ipynb #a9e087a0
 def _whole(v): return isinstance(v, numbers.Integral) and not isinstance(v, bool)
 def _real(v): return isinstance(v, numbers.Real) and not isinstance(v, bool) and math.isfinite(v)
 
@@ -127,7 +138,7 @@ def check_settings(
     bad = [f'{k}={v!r} must be {_RULES[k][1]}' for k,v in settings.items() if not _RULES[k][0](v)]
     if bad: raise TinyLLMError(' and '.join(bad), 'sample', 'mend the setting')
 
-# %% ../nbs/11_sampling.ipynb #7620a201
+# %% ../nbs/11_sampling.ipynb #2ad53d46
 def _choose(logits, u, temperature, top_k, top_p, min_p):
     "The token of each row: argmax at temperature 0, else the draw that `u` (B,) decides"
     if not logits.amax(-1).isfinite().all(): raise TinyLLMError('the scores of the next token are not '
@@ -135,7 +146,7 @@ def _choose(logits, u, temperature, top_k, top_p, min_p):
     if temperature == 0: return logits.argmax(-1)
     kept = filter_logits(logits, temperature, top_k, top_p, min_p)
     exact = torch.float32 if kept.device.type == 'mps' else torch.float64
-    return draw(kept.to(exact).softmax(-1), u.to(kept.device, exact))
+    return draw(kept.softmax(-1), u.to(kept.device, exact))
 
 def _uniforms(
     seeds, # one per row
@@ -146,7 +157,7 @@ def _uniforms(
     while generators: yield from torch.stack(
         [torch.rand(block, generator=g, dtype=torch.float64) for g in generators], 1)
 
-# %% ../nbs/11_sampling.ipynb #7cbcbaf1
+# %% ../nbs/11_sampling.ipynb #2a4e428c
 def sample_logits(
     logits:torch.Tensor, # scores of the next token, (B, vocab_size)
     temperature:float=1., # 0: the likeliest token
@@ -164,7 +175,7 @@ def sample_logits(
         u = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
     return _choose(logits, u, temperature, top_k, top_p, min_p)
 
-# %% ../nbs/11_sampling.ipynb #84d9a858
+# %% ../nbs/11_sampling.ipynb #a81c5f7a
 def _window_start(
     n:int, # tokens so far
     start:int, # first token the model sees now
@@ -196,7 +207,7 @@ class _Rules:
         if self.penalty != 1: logits = penalize(logits.float(), self.seen, self.penalty)
         return logits.float().masked_fill(self.banned, -math.inf)
 
-# %% ../nbs/11_sampling.ipynb #77016505
+# %% ../nbs/11_sampling.ipynb #c871bf2c
 def generate_plain(
     model:Transformer,
     prompt:list, # token ids, BOS first
@@ -219,7 +230,7 @@ def generate_plain(
         ids.append(token)
     return ids[len(prompt):]
 
-# %% ../nbs/11_sampling.ipynb #19c71384
+# %% ../nbs/11_sampling.ipynb #3311f45f
 def last_scores(
     model:Transformer,
     tokens:torch.Tensor, # token ids, int64, (B, T)
@@ -229,7 +240,7 @@ def last_scores(
     "The model's answer, without the output layer at all other positions"
     return model.logits(model.hidden(tokens, cache, pad)[:, -1])
 
-# %% ../nbs/11_sampling.ipynb #0bbd2ca3
+# %% ../nbs/11_sampling.ipynb #5345cc74
 def prefill(
     model:Transformer,
     windows:list, # token ids of each row, at most the context long
@@ -243,7 +254,7 @@ def prefill(
     cache = KVCache(model.cfg, len(windows), capacity, param.device, param.dtype)
     return last_scores(model, tokens, cache, pad), cache
 
-# %% ../nbs/11_sampling.ipynb #45cd4240
+# %% ../nbs/11_sampling.ipynb #5f6db95f
 def _steps(model, prompts, max_new_tokens, seeds, rules, stop_ids, choice):
     "Yield the new tokens of each step, {row: id}; a row that has ended is left out"
     context,histories = model.cfg.seq_len,[list(p) for p in prompts]
@@ -266,7 +277,7 @@ def _steps(model, prompts, max_new_tokens, seeds, rules, stop_ids, choice):
         live = list(new)
         yield new
 
-# %% ../nbs/11_sampling.ipynb #06ee017e
+# %% ../nbs/11_sampling.ipynb #2ffc95c4
 def _check_prompts(model, prompts, banned_ids, stop_ids):
     "Refuse prompts that the model cannot read; say so when one is too long"
     V,context = model.cfg.vocab_size,model.cfg.seq_len
@@ -294,7 +305,7 @@ def _row_seeds(
                                          'give one seed, or one per prompt')
     return res
 
-# %% ../nbs/11_sampling.ipynb #c98e920d
+# %% ../nbs/11_sampling.ipynb #7f872220
 def generate(
     model:Transformer,
     prompts:list, # token ids of each text, BOS first, of any lengths
@@ -319,7 +330,7 @@ def generate(
             for r,t in new.items(): res[r].append(t)
     return res
 
-# %% ../nbs/11_sampling.ipynb #44110611
+# %% ../nbs/11_sampling.ipynb #e7462448
 def token_rules(
     tokenizer:Tokenizer,
     vocab_size:int # of the model; may be padded beyond the tokenizer's [tokens]
@@ -332,7 +343,7 @@ def token_rules(
     banned = {i for i in (tokenizer.pad_id, tokenizer.unk_id) if i >= 0} - stop
     return dict(stop_ids=sorted(stop), banned_ids=sorted(banned | set(range(tokenizer.vocab_size, vocab_size))))
 
-# %% ../nbs/11_sampling.ipynb #03cbfeb9
+# %% ../nbs/11_sampling.ipynb #21def3ff
 def sample_texts(
     model:Transformer,
     tokenizer:Tokenizer,
@@ -349,7 +360,7 @@ def sample_texts(
     skip = 0 if echo else len(tokenizer.decode(ids))
     return [tokenizer.decode(ids + row)[skip:] for row in rows]
 
-# %% ../nbs/11_sampling.ipynb #637c49da
+# %% ../nbs/11_sampling.ipynb #82b85172
 def read_prompt(
     prompt:str # the text itself; `@PATH` or `FILE:PATH`: a UTF-8 file; `@@…`: a text that begins with @
 )->str:
@@ -363,7 +374,7 @@ def read_prompt(
     except UnicodeDecodeError as e: raise TinyLLMError(f'the prompt file is not UTF-8 at byte {e.start}',
         path, 'save it as UTF-8') from None
 
-# %% ../nbs/11_sampling.ipynb #af2e007c
+# %% ../nbs/11_sampling.ipynb #e91da374
 def stream(
     model:Transformer,
     tokenizer:Tokenizer,
@@ -383,7 +394,7 @@ def stream(
     steps = _steps(model, [ids], max_new_tokens, [seed], rules, ends['stop_ids'], (temperature, top_k, top_p, min_p))
     return _pieces(model, tokenizer.stream(), ids, steps, echo)
 
-# %% ../nbs/11_sampling.ipynb #c1431190
+# %% ../nbs/11_sampling.ipynb #c6847fac
 def _pieces(model, decoder, ids, steps, echo):
     "Decode one step at a time; the model is left as it was between any two"
     begun = ''.join(decoder.push(i) for i in ids)
@@ -394,7 +405,7 @@ def _pieces(model, decoder, ids, steps, echo):
         if text := decoder.push(new[0]): yield text
     if text := decoder.flush(): yield text
 
-# %% ../nbs/11_sampling.ipynb #fb3decaa
+# %% ../nbs/11_sampling.ipynb #7d716642
 def story_sampler(
     tokenizer:Tokenizer,
     cfg:SampleConfig # the section `sample` of the run
@@ -403,7 +414,7 @@ def story_sampler(
     settings = {f.name:getattr(cfg, f.name) for f in fields(cfg)} | dict(prompt=read_prompt(cfg.prompt))
     return lambda model: sample_texts(model, tokenizer, **settings)
 
-# %% ../nbs/11_sampling.ipynb #356e3978
+# %% ../nbs/11_sampling.ipynb #ba698a22
 def pick_device(
     device:str='auto' # `cpu`, `cuda`, `cuda:1`, `mps`; auto: the best there is
 )->torch.device:
@@ -423,7 +434,7 @@ def _pick_dtype(dtype, device):
                                                 'sample', 'choose one of them')
     return _DTYPES[dtype]
 
-# %% ../nbs/11_sampling.ipynb #4a0c4e41
+# %% ../nbs/11_sampling.ipynb #3eff38c3
 class TextGenerator:
     "A checkpoint's model with its tokenizer, ready to tell"
     def __init__(self,
