@@ -6,15 +6,15 @@
 __all__ = ['MAX_HALVES', 'RMSNorm', 'rope_frequencies', 'rope_tables', 'apply_rope', 'Rope', 'attend_halves', 'attend',
            'attention_mask', 'KVCache', 'Attention', 'SwiGLU', 'Block']
 
-# %% ../nbs/04_layers.ipynb #c292a68d
+# %% ../nbs/04_layers.ipynb #a3cc1c84
 import torch
 import torch.nn.functional as F
 from torch import nn
 from .config import ModelConfig, TinyLLMError
 
-# %% ../nbs/04_layers.ipynb #81a6addf
+# %% ../nbs/04_layers.ipynb #d70df73a
 class RMSNorm(nn.Module):
-    "Scale vectors to a root mean square of 1, then by a learned weight (Zhang & Sennrich 2019, eq. 4)"
+    "Divide by the root mean square, multiply by a learned weight (Zhang & Sennrich 2019, eq. 4)"
     def __init__(self,
         dim:int, # size of the last axis
         eps:float=1e-5 # keeps the root away from 0
@@ -29,13 +29,14 @@ class RMSNorm(nn.Module):
         h = h*torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         return (h*self.weight).to(x.dtype)
 
-# %% ../nbs/04_layers.ipynb #8b32cc6b
+# %% ../nbs/04_layers.ipynb #4e674218
 def rope_frequencies(
     head_dim:int, # size of one head, even
     theta:float=10_000. # base of the geometric series; larger turns the slow pairs slower
 )->torch.Tensor: # radians per position, float64, (head_dim/2,)
     "How fast each pair of coordinates turns (Su et al. 2021, §3.2.2)"
-    if head_dim < 2 or head_dim%2: raise TinyLLMError(f"head_dim {head_dim} is odd", "rope_frequencies",
+    if head_dim < 2 or head_dim%2: raise TinyLLMError(
+        f"head_dim {head_dim} is odd", "rope_frequencies",
         "rotation needs pairs: choose dim and n_heads such that dim/n_heads is even")
     return theta**(-torch.arange(0, head_dim, 2, dtype=torch.float64, device='cpu')/head_dim)
 
@@ -48,7 +49,7 @@ def rope_tables(
     angles = torch.cat((angles, angles), dim=-1) # (length, head_dim)
     return angles.cos().float(), angles.sin().float()
 
-# %% ../nbs/04_layers.ipynb #889721bc
+# %% ../nbs/04_layers.ipynb #706aee5c
 def apply_rope(
     x:torch.Tensor, # queries or keys, (B, T, heads, head_dim)
     cos:torch.Tensor, # (T, head_dim), or (B, T, head_dim) where rows stand at different positions
@@ -59,7 +60,7 @@ def apply_rope(
     turned = torch.cat((-b, a), dim=-1) # a quarter turn, (B, T, heads, head_dim)
     return (x*cos.unsqueeze(-2) + turned*sin.unsqueeze(-2)).to(x.dtype)
 
-# %% ../nbs/04_layers.ipynb #a7ad4c6f
+# %% ../nbs/04_layers.ipynb #ed80cb6a
 class Rope(nn.Module):
     "Rotary tables: always float32, never in a checkpoint, as long as needed"
     def __init__(self,
@@ -89,7 +90,7 @@ class Rope(nn.Module):
         length:int, # number of tokens T
         pad:torch.Tensor=None # padding in front of each row [tokens], (B,)
     )->tuple: # cosines and sines, (T, head_dim), or (B, T, head_dim) with `pad`
-        "Angles for `length` columns from `start` on; positions count from each row's first real token"
+        "Angles of `length` columns from `start` on, counted from each row's first real token"
         end = start+length
         if end > len(self.cos): self.grow(max(end, 2*len(self.cos)))
         if pad is None: return self.cos[start:end], self.sin[start:end]
@@ -97,7 +98,7 @@ class Rope(nn.Module):
         position = position.clamp(min=0)
         return self.cos[position], self.sin[position]
 
-# %% ../nbs/04_layers.ipynb #a874f476
+# %% ../nbs/04_layers.ipynb #c8f5a02e
 def attend_halves(
     q:torch.Tensor, # queries, (B, n_heads, T, head_dim), T > 1
     k:torch.Tensor, # keys, (B, n_kv_heads, T, head_dim)
@@ -108,21 +109,23 @@ def attend_halves(
     q = (q*q.shape[3]**-0.5).unflatten(1, (k.shape[1], -1)) # (B, n_kv_heads, group, T, head_dim)
     for begin,end in ((0, T//2), (T//2, T)):
         rows = q[:,:,:,begin:end].flatten(2, 3) # (B, n_kv_heads, group*rows, head_dim)
-        score = (rows @ k[:,:,:end].transpose(-1, -2)).unflatten(2, (-1, end-begin)) # (…, group, rows, end)
-        ahead = torch.full((end-begin, end), -torch.inf, dtype=score.dtype, device=q.device).triu(begin+1)
-        weight = (score+ahead).softmax(-1).to(v.dtype).flatten(2, 3) # (B, n_kv_heads, group*rows, end)
-        out.append((weight @ v[:,:,:end]).unflatten(2, (-1, end-begin))) # (…, group, rows, head_dim)
+        score = rows @ k[:,:,:end].transpose(-1, -2) # (B, n_kv_heads, group*rows, end)
+        score = score.unflatten(2, (-1, end-begin)) # (B, n_kv_heads, group, rows, end)
+        ahead = torch.full(score.shape[-2:], -torch.inf, dtype=score.dtype, device=q.device)
+        weight = (score + ahead.triu(begin+1)).softmax(-1).to(v.dtype)
+        answer = weight.flatten(2, 3) @ v[:,:,:end] # (B, n_kv_heads, group*rows, head_dim)
+        out.append(answer.unflatten(2, (-1, end-begin))) # (B, n_kv_heads, group, rows, head_dim)
     return torch.cat(out, 3).flatten(1, 2) # (B, n_heads, T, head_dim)
 
-# %% ../nbs/04_layers.ipynb #266fda11
+# %% ../nbs/04_layers.ipynb #0a28c4f1
 MAX_HALVES = 512 # longest rows for which the weights of attention are stored on a CPU [tokens]
 
-# %% ../nbs/04_layers.ipynb #c8c631ad
+# %% ../nbs/04_layers.ipynb #ec8a5e1e
 def attend(
     q:torch.Tensor, # queries, (B, n_heads, T, head_dim)
     k:torch.Tensor, # keys, (B, n_kv_heads, S, head_dim)
     v:torch.Tensor, # values, like `k`
-    mask:torch.Tensor=None, # True where a query may look, broadcasts to (B, n_heads, T, S); none: causal
+    mask:torch.Tensor=None, # True where a query may look, (1 or B, 1, T, S); none: causal
     dropout:float=0. # share of attention weights dropped
 )->torch.Tensor: # (B, n_heads, T, head_dim), type of `q`
     "Causal grouped-query attention (Vaswani et al. 2017, eq. 1; Ainslie et al. 2023)"
@@ -135,13 +138,13 @@ def attend(
     with torch.autocast('cpu', enabled=False): # the CPU kernel is faster in float32
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **how).to(q.dtype)
 
-# %% ../nbs/04_layers.ipynb #056144b1
+# %% ../nbs/04_layers.ipynb #44f83e19
 def attention_mask(
     start:int, # tokens already seen [tokens]
     length:int, # new tokens T
     pad:torch.Tensor=None, # padding in front of each row [tokens], (B,)
     device=None # where the mask is needed
-)->torch.Tensor: # True where a query may look, (1 or B, 1, T, start+T), or None if plain causality says it all
+)->torch.Tensor: # True where a query may look, (1 or B, 1, T, start+T); None if causality is all
     "The mask of `length` queries that follow `start` tokens"
     if pad is None and (start==0 or length==1): return None
     key = torch.arange(start+length, device=device) # (S,)
@@ -150,7 +153,7 @@ def attention_mask(
     if pad is not None: mask = (mask & (key >= pad[:,None,None])) | (key==query) # (B, T, S)
     return mask[:,None] # (1 or B, 1, T, S)
 
-# %% ../nbs/04_layers.ipynb #ad4f185c
+# %% ../nbs/04_layers.ipynb #34669e99
 class KVCache:
     "Keys and values of the tokens seen so far, in buffers of fixed size"
     def __init__(self,
@@ -177,15 +180,18 @@ class KVCache:
     def begin(self,
         batch:int, # rows of the new tokens
         n:int, # new tokens per row
-        pad:torch.Tensor=None # padding in front of each row [tokens], (B,); only into an empty cache
+        pad:torch.Tensor=None # padding in front of each row [tokens], (B,); only at the start
     )->tuple: # tokens already there; padding of the rows or None
         "Make sure that new tokens fit, and say what they follow"
-        if batch != self.k.shape[1]: raise TinyLLMError(f"{batch} rows meet a cache of {self.k.shape[1]}",
+        if batch != self.k.shape[1]: raise TinyLLMError(
+            f"{batch} rows meet a cache of {self.k.shape[1]}",
             "KVCache", "make a cache for each batch size")
-        if self.length+n > self.max_len: raise TinyLLMError(f"{self.length}+{n} tokens exceed the room "
-            f"of {self.max_len}", "KVCache", "make it with a larger max_len, or reset() it")
+        if self.length+n > self.max_len: raise TinyLLMError(
+            f"{self.length}+{n} tokens exceed the room of {self.max_len}",
+            "KVCache", "make it with a larger max_len, or reset() it")
         if pad is not None:
-            if self.length: raise TinyLLMError(f"padding comes behind {self.length} cached tokens",
+            if self.length: raise TinyLLMError(
+                f"padding comes behind {self.length} cached tokens",
                 "KVCache", "give `pad` with the first tokens only; the cache remembers it")
             self.reset(pad)
         return self.length, self.pad
@@ -194,13 +200,13 @@ class KVCache:
         layer:int, # index of the block
         k:torch.Tensor, # new keys, (B, n_kv_heads, T, head_dim)
         v:torch.Tensor # new values, like `k`
-    )->tuple: # all keys and values so far, each (B, n_kv_heads, length+T, head_dim), views of the buffers
-        "Store what is new behind what is known; `length` is advanced by the model, once for all layers"
+    )->tuple: # all keys and values so far, each (B, n_kv_heads, length+T, head_dim), views
+        "Store what is new behind what is known; the model advances `length`, once for all layers"
         end = self.length+k.shape[2]
         self.k[layer,:,:,self.length:end],self.v[layer,:,:,self.length:end] = k,v
         return self.k[layer,:,:,:end], self.v[layer,:,:,:end]
 
-# %% ../nbs/04_layers.ipynb #c58848d4
+# %% ../nbs/04_layers.ipynb #85eb177c
 class Attention(nn.Module):
     "Causal self-attention with rotary positions and shared key/value heads"
     def __init__(self,
@@ -213,8 +219,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads*cfg.head_dim, bias=False)
         self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads*cfg.head_dim, bias=False)
         self.o_proj = nn.Linear(cfg.n_heads*cfg.head_dim, cfg.dim, bias=False)
-        for name in ('q_norm','k_norm'):
-            setattr(self, name, RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity())
+        self.q_norm,self.k_norm = (RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm
+                                   else nn.Identity() for _ in range(2))
 
     def forward(self,
         x:torch.Tensor, # normed stream, (B, T, dim)
@@ -228,11 +234,11 @@ class Attention(nn.Module):
                  for proj in (self.q_proj, self.k_proj, self.v_proj))
         q,k = apply_rope(self.q_norm(q), cos, sin),apply_rope(self.k_norm(k), cos, sin)
         q,k,v = (o.transpose(1, 2) for o in (q,k,v)) # each (B, heads, T, head_dim)
-        if cache is not None: k,v = cache.update(self.layer, k, v) # (B, n_kv_heads, length+T, head_dim)
+        if cache is not None: k,v = cache.update(self.layer, k, v) # S = length+T positions
         out = attend(q, k, v, mask, self.dropout if self.training else 0.)
-        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1)) # (B, T, n_heads*head_dim) → (B, T, dim)
+        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1)) # (B, T, n_heads*head_dim)
 
-# %% ../nbs/04_layers.ipynb #4667bea7
+# %% ../nbs/04_layers.ipynb #1d92afd5
 class SwiGLU(nn.Module):
     "Gated feed-forward layer (Shazeer 2020, eq. 6)"
     def __init__(self,
@@ -248,7 +254,7 @@ class SwiGLU(nn.Module):
     )->torch.Tensor: # what the layer adds to the stream, (B, T, dim)
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
-# %% ../nbs/04_layers.ipynb #f1566067
+# %% ../nbs/04_layers.ipynb #1b78fc2d
 class Block(nn.Module):
     "One layer of the model: the stream plus attention, plus feed-forward"
     def __init__(self,

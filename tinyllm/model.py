@@ -6,27 +6,27 @@
 __all__ = ['check_ids', 'check_tokens', 'check_targets', 'Transformer', 'init_weights', 'params_by_part', 'count_params',
            'flops_per_token', 'memory_estimate']
 
-# %% ../nbs/05_model.ipynb #4b261f02
+# %% ../nbs/05_model.ipynb #ebd80691
 import torch
 import torch.nn.functional as F
 from torch import nn
 from .config import ModelConfig, TinyLLMError
 from .layers import Block, KVCache, MAX_HALVES, RMSNorm, Rope, attention_mask
 
-# %% ../nbs/05_model.ipynb #0077968b
+# %% ../nbs/05_model.ipynb #13ace5d4
 def check_ids(
     ids:torch.Tensor, # token ids
     vocab_size:int, # ids must be below this
     what:str, # what they are, for the message
     ignored:int=None # one more id that is fine
 )->None:
-    "Refuse ids outside the vocabulary, where looking costs nothing: on CPU, outside of compiled code"
+    "Refuse ids outside the vocabulary where looking is cheap: on CPU, outside of compiled code"
     if torch.compiler.is_compiling() or ids.device.type != 'cpu': return
     bad = (ids < 0) | (ids >= vocab_size)
     if ignored is not None: bad &= ids != ignored
     if bad.any():
-        where = bad.nonzero()[0].tolist()
-        raise TinyLLMError(f"{what} {ids[tuple(where)].item()} at {where} lies outside the vocabulary of {vocab_size}",
+        where,value = bad.nonzero()[0].tolist(),ids[bad][0].item()
+        raise TinyLLMError(f"{what} {value} at {where} lies outside the vocabulary of {vocab_size}",
             "Transformer", "use the tokenizer that the model was made for")
 
 def check_tokens(
@@ -35,8 +35,10 @@ def check_tokens(
     training:bool=False # whether the model trains
 )->None:
     "Refuse input that the model has no answer to"
-    if tokens.ndim!=2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.shape[1]: raise TinyLLMError(
-        f"tokens have shape {tuple(tokens.shape)} and type {tokens.dtype}", "Transformer", "give integers of shape (B, T), T > 0")
+    integer = tokens.dtype in (torch.int64, torch.int32)
+    if tokens.ndim!=2 or not integer or not tokens.shape[1]: raise TinyLLMError(
+        f"tokens have shape {tuple(tokens.shape)} and type {tokens.dtype}",
+        "Transformer", "give integers of shape (B, T), T > 0")
     if training and tokens.shape[1] > cfg.seq_len: raise TinyLLMError(
         f"{tokens.shape[1]} tokens exceed model.seq_len={cfg.seq_len} in training", "Transformer",
         "raise model.seq_len, or call eval() to look beyond the trained length")
@@ -48,32 +50,36 @@ def check_targets(
     cfg:ModelConfig # shape of the model
 )->None:
     "Refuse targets that do not belong to the tokens"
-    if targets.shape != tokens.shape: raise TinyLLMError(f"targets {tuple(targets.shape)} and tokens "
-        f"{tuple(tokens.shape)} differ in shape", "Transformer.loss", "give one target per token, -100 for none")
+    if targets.shape != tokens.shape: raise TinyLLMError(
+        f"targets {tuple(targets.shape)} and tokens {tuple(tokens.shape)} differ in shape",
+        "Transformer.loss", "give one target per token, -100 for none")
     check_ids(targets, cfg.vocab_size, "target", ignored=-100)
 
-# %% ../nbs/05_model.ipynb #6b55a595
+# %% ../nbs/05_model.ipynb #ebb8be4d
 class Transformer(nn.Module):
-    "Llama (Touvron et al. 2023): embedding, blocks, norm, output; parameters named as in transformers"
+    "Llama (Touvron et al. 2023, §2.2), its parameters named as in Hugging Face transformers"
     def __init__(self,
         cfg:ModelConfig # shape of the model, with its vocabulary size
     ):
         super().__init__()
-        if cfg.vocab_size is None: raise TinyLLMError("model.vocab_size is not set", "Transformer(cfg)",
+        if cfg.vocab_size is None: raise TinyLLMError(
+            "model.vocab_size is not set", "Transformer(cfg)",
             "take it from the tokenizer: dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size)")
         self.cfg = cfg
         self.model = nn.ModuleDict(dict(
             embed_tokens=nn.Embedding(cfg.vocab_size, cfg.dim),
             layers=nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layers)),
             norm=RMSNorm(cfg.dim, cfg.norm_eps)))
-        self.lm_head = None if cfg.tie_embeddings else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
-        self.rope,self.dropout = Rope(cfg.head_dim, cfg.seq_len, cfg.rope_theta),nn.Dropout(cfg.dropout)
+        self.lm_head = (None if cfg.tie_embeddings else
+                        nn.Linear(cfg.dim, cfg.vocab_size, bias=False))
+        self.rope = Rope(cfg.head_dim, cfg.seq_len, cfg.rope_theta)
+        self.dropout = nn.Dropout(cfg.dropout)
         init_weights(self)
 
     def hidden(self,
         tokens:torch.Tensor, # token ids, int64, (B, T)
         cache:KVCache=None, # earlier keys and values; `tokens` come behind them and are added
-        pad:torch.Tensor=None # padding in front of each row [tokens], (B,); with a cache: at its first tokens
+        pad:torch.Tensor=None # padding in front of each row [tokens], (B,); a cache remembers it
     )->torch.Tensor: # normed residual stream, (B, T, dim)
         "Everything below the output layer"
         check_tokens(tokens, self.cfg, self.training)
@@ -99,7 +105,7 @@ class Transformer(nn.Module):
 
     def loss(self,
         tokens:torch.Tensor, # token ids, int64, (B, T)
-        targets:torch.Tensor, # the token after each of them, -100 where there is none to learn, (B, T)
+        targets:torch.Tensor, # the token after each of them, or -100 for none to learn, (B, T)
         pad:torch.Tensor=None # padding in front of each row [tokens], (B,)
     )->tuple: # sum of the losses [nats], float32; number of real targets, int64; both without axes
         "Negative log-likelihood of the targets, summed"
@@ -108,13 +114,13 @@ class Transformer(nn.Module):
         nats = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction='sum')
         return nats, (targets != -100).sum()
 
-# %% ../nbs/05_model.ipynb #2ff0f694
+# %% ../nbs/05_model.ipynb #8da89f66
 @torch.no_grad()
 def init_weights(
     model:nn.Module, # a Transformer
     seed:int=None # makes the weights a function of this number; none: torch's global generator
 )->None:
-    "Normal weights, residual projections scaled by 1/sqrt(2 n_layers), norms 1 (Radford et al. 2019, §2.3)"
+    "Normal weights, those that write to the stream scaled down (Radford et al. 2019, §2.3)"
     generators,cfg = {},model.cfg
     for name,p in model.named_parameters():
         if p.ndim < 2: nn.init.ones_(p)
@@ -125,7 +131,7 @@ def init_weights(
             std = cfg.init_std/(2*cfg.n_layers)**0.5 if writes else cfg.init_std
             nn.init.normal_(p, std=std, generator=generators.get(p.device))
 
-# %% ../nbs/05_model.ipynb #59e5481b
+# %% ../nbs/05_model.ipynb #8ce778de
 def params_by_part(
     cfg:ModelConfig # shape of the model
 )->dict: # {part: number of weights}
@@ -143,19 +149,19 @@ def count_params(
     "Number of weights of the model that `cfg` describes"
     return sum(params_by_part(cfg).values())
 
-# %% ../nbs/05_model.ipynb #f6049876
+# %% ../nbs/05_model.ipynb #120323b8
 def flops_per_token(
     cfg:ModelConfig, # shape of the model
     seq_len:int=None, # positions T [tokens]; none: cfg.seq_len
     training:bool=True # forward and backward; else forward only
 )->int: # floating point operations per token
-    "Operations of the matrix products, causal mask not subtracted (Chowdhery et al. 2022, appendix B)"
+    "Operations of all matrix products, mask not subtracted (Chowdhery et al. 2022, appendix B)"
     parts = params_by_part(cfg)
-    multiplying = parts['attention'] + parts['feed_forward'] + parts['embedding'] # the output layer's size
+    multiplying = parts['attention'] + parts['feed_forward'] + cfg.vocab_size*cfg.dim
     attention = cfg.n_layers*cfg.n_heads*cfg.head_dim*(seq_len or cfg.seq_len)
     return (3 if training else 1)*(2*multiplying + 4*attention)
 
-# %% ../nbs/05_model.ipynb #ba43ed11
+# %% ../nbs/05_model.ipynb #4a21ca47
 def memory_estimate(
     cfg:ModelConfig, # shape of the model
     micro_batch_size:int, # sequences per forward pass
@@ -170,11 +176,12 @@ def memory_estimate(
     seq_len = seq_len or cfg.seq_len
     attention = product*2*(heads+kv)
     if half and device=='cpu': # see `attend`
-        attention = attention + 3*cfg.n_heads*seq_len//2 if dtype=='bfloat16' and seq_len <= MAX_HALVES \
-            else 2*attention + 2*heads
+        halves = dtype=='bfloat16' and seq_len <= MAX_HALVES
+        attention += 3*cfg.n_heads*seq_len//2 if halves else attention + 2*heads
     block = (16+10 if half else 24)*cfg.dim + attention + product*4*cfg.ffn_dim
     top = (8+product)*cfg.dim
     tokens = micro_batch_size*seq_len
-    parts = dict(weights=(6 if half else 4)*n, gradients=4*n, optimizer=8*n, activations=tokens*(cfg.n_layers*block + top),
+    parts = dict(weights=(6 if half else 4)*n, gradients=4*n, optimizer=8*n,
+                 activations=tokens*(cfg.n_layers*block + top),
                  logits=tokens*cfg.vocab_size*(12+4*half))
     return parts | dict(total=sum(parts.values()))

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['param_groups', 'make_optimizer', 'lr_at', 'clip_gradients']
 
-# %% ../nbs/06_optim.ipynb #7d8a6617
+# %% ../nbs/06_optim.ipynb #fa69f883
 import math
 import torch
 from torch import nn
 from .config import OptimConfig, TinyLLMError
 
-# %% ../nbs/06_optim.ipynb #416f6187
+# %% ../nbs/06_optim.ipynb #1a4cf1ed
 def param_groups(
     model:nn.Module, # whose trainable parameters are sorted
     weight_decay:float=0.1 # share of a matrix that decays, times the learning rate, per step
@@ -23,7 +23,7 @@ def param_groups(
     return [dict(params=[p for p in params if p.ndim>=2], weight_decay=weight_decay),
             dict(params=[p for p in params if p.ndim<2], weight_decay=0.)]
 
-# %% ../nbs/06_optim.ipynb #4adf0308
+# %% ../nbs/06_optim.ipynb #60d424b4
 def make_optimizer(
     model:nn.Module, # to be trained, already on its device
     cfg:OptimConfig, # rates and decay
@@ -34,25 +34,28 @@ def make_optimizer(
     groups = param_groups(model, cfg.weight_decay)
     kind = torch.device(device or groups[0]['params'][0].device).type
     if fused is None: fused = kind in ('cpu','cuda','mps','xpu')
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1,cfg.beta2), eps=cfg.eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1,cfg.beta2), eps=cfg.eps,
+                             fused=fused)
 
-# %% ../nbs/06_optim.ipynb #89defe5e
+# %% ../nbs/06_optim.ipynb #bfc3d404
 def lr_at(
     step:int, # optimizer step, from 0
     cfg:OptimConfig, # schedule and its rates
     steps:int # length of the schedule; at and after it the rate is min_lr [steps]
 )->float: # learning rate of this step
     "Learning rate as a function of the step: linear warm-up, then the schedule"
-    if step < 0: raise TinyLLMError(f"step {step} is negative", "lr_at(step, cfg, steps)", "steps count from 0")
+    if step < 0: raise TinyLLMError(
+        f"step {step} is negative", "lr_at(step, cfg, steps)", "steps count from 0")
     if step < cfg.warmup_steps: return cfg.lr*(step+1)/(cfg.warmup_steps+1)
     if cfg.schedule=='constant': return cfg.lr
     if step >= steps: return cfg.min_lr
-    start = cfg.warmup_steps if cfg.schedule=='cosine' else max(cfg.warmup_steps, steps*(1-cfg.decay_fraction))
+    plateau = 0 if cfg.schedule=='cosine' else steps*(1-cfg.decay_fraction)
+    start = max(cfg.warmup_steps, plateau)
     done = max(0., (step-start)/(steps-start)) # share of the decay behind us, 0 to 1
     left = (1+math.cos(math.pi*done))/2 if cfg.schedule=='cosine' else 1-done
     return cfg.min_lr + (cfg.lr-cfg.min_lr)*left
 
-# %% ../nbs/06_optim.ipynb #946a272f
+# %% ../nbs/06_optim.ipynb #598cfdf8
 @torch.no_grad()
 def clip_gradients(
     params, # a module, or its parameters
