@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['n_windows', 'read_windows', 'get_batch', 'mix', 'permute', 'window_ids', 'StepBatches', 'check_batch_sizes',
-           'story_windows', 'packed_windows', 'EvalBatches', 'eval_batches', 'eval_floor', 'count_bytes']
+           'story_windows', 'packed_windows', 'EvalBatches', 'eval_batches', 'eval_floor', 'count_bytes', 'TokenSplit',
+           'open_tokens', 'prepare_tokens', 'read_ahead']
 
-# %% ../nbs/03_data.ipynb #5d499df2
+# %% ../nbs/03_data.ipynb #a93059e7
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from fastcore.basics import patch
 from .config import TinyLLMError
 from .shards import TokenSplit, open_tokens, prepare_tokens, read_ahead
 
-# %% ../nbs/03_data.ipynb #c01378a4
+# %% ../nbs/03_data.ipynb #5007aec0
+_all_ = ["TokenSplit", "open_tokens", "prepare_tokens", "read_ahead"] # from here as well
+
+# %% ../nbs/03_data.ipynb #e947ecb0
 def n_windows(
     n_tokens:int, # length of the row [tokens]
     seq_len:int # context T [tokens]
@@ -27,7 +31,7 @@ def n_windows(
         f"{n_tokens} tokens hold no input and target", "token shards", "use more text")
     return -(-(n_tokens-1)//seq_len)
 
-# %% ../nbs/03_data.ipynb #10c00888
+# %% ../nbs/03_data.ipynb #c06cf353
 def read_windows(
     split:TokenSplit, # the row
     starts, # position of each window's first input, (B,)
@@ -54,7 +58,7 @@ def get_batch(
     starts = np.asarray(ids, dtype=np.int64)*seq_len
     return read_windows(split, starts, np.minimum(seq_len, split.n_tokens-1-starts), seq_len)
 
-# %% ../nbs/03_data.ipynb #64b17d08
+# %% ../nbs/03_data.ipynb #5cd3b49c
 _GOLDEN = 0x9E3779B97F4A7C15 # 2⁶⁴ over the golden ratio
 _ROUNDS = [i*_GOLDEN & (1 << 64)-1 for i in range(1, 13)]
 
@@ -66,7 +70,7 @@ def mix(
     x = (x ^ (x >> 27))*0x94D049BB133111EB
     return x ^ (x >> 31)
 
-# %% ../nbs/03_data.ipynb #db6cac4c
+# %% ../nbs/03_data.ipynb #23f1db9b
 def permute(
     i:np.ndarray, # places in [0, n), uint64
     n:int, # length of the permutation
@@ -83,7 +87,7 @@ def permute(
     if (over := out >= n).any(): out[over] = permute(out[over], n, key[over])
     return out
 
-# %% ../nbs/03_data.ipynb #f36501ed
+# %% ../nbs/03_data.ipynb #b48182ff
 def window_ids(
     positions, # places in the endless order, int ≥ 0, (n,)
     n_windows:int, # windows of an epoch
@@ -95,7 +99,7 @@ def window_ids(
     key = mix(mix(np.full(1, seed & (1 << 64)-1, np.uint64)+_GOLDEN) + (epoch+1)*_GOLDEN)
     return permute(place, n_windows, key).astype(np.int64)
 
-# %% ../nbs/03_data.ipynb #eb249b37
+# %% ../nbs/03_data.ipynb #b50bb229
 class StepBatches:
     "The batches of every step, a function of (seed, step)"
     def __init__(self,
@@ -114,7 +118,7 @@ class StepBatches:
         self.n_windows = n_windows(split.n_tokens, seq_len) # of an epoch
         self._block = (None, None)
 
-# %% ../nbs/03_data.ipynb #6b901721
+# %% ../nbs/03_data.ipynb #9143f937
 @patch
 def ids(self:StepBatches,
     step:int # any
@@ -153,7 +157,7 @@ def epoch(self:StepBatches,
     "How often all windows have been read before a step"
     return step*self.windows_per_step/self.n_windows
 
-# %% ../nbs/03_data.ipynb #247b4c5a
+# %% ../nbs/03_data.ipynb #489c0f7c
 @patch
 def prefetch(self:StepBatches,
     start:int, # first step
@@ -167,7 +171,7 @@ def prefetch(self:StepBatches,
     steps = itertools.count(start) if stop is None else range(start, stop)
     return read_ahead(map(read, steps), depth)
 
-# %% ../nbs/03_data.ipynb #4b6dda91
+# %% ../nbs/03_data.ipynb #309e62d8
 def check_batch_sizes(
     seq_len:int, tokens_per_step:int, micro_batch_size:int, world_size:int=1
 )->None:
@@ -184,7 +188,7 @@ def check_batch_sizes(
         f"use train.tokens_per_step={' or '.join(map(str, near))}" +
         (f", or train.micro_batch_size={' or '.join(map(str, fit))}" if fit else ""))
 
-# %% ../nbs/03_data.ipynb #ca9191d7
+# %% ../nbs/03_data.ipynb #1add51de
 def story_windows(
     split:TokenSplit, # the row
     seq_len:int, # T [tokens]
@@ -208,7 +212,7 @@ def story_windows(
         "use a longer model.seq_len, or packed evaluation")
     return np.array(starts), np.array(lengths), np.array(stories)
 
-# %% ../nbs/03_data.ipynb #3a48c345
+# %% ../nbs/03_data.ipynb #354ce31b
 def packed_windows(
     split:TokenSplit, # the row
     seq_len:int, # T [tokens]
@@ -220,7 +224,7 @@ def packed_windows(
     starts = np.arange(take, dtype=np.int64)*have//take*seq_len
     return starts, np.minimum(seq_len, split.n_tokens-1-starts)
 
-# %% ../nbs/03_data.ipynb #7efa4630
+# %% ../nbs/03_data.ipynb #860830e3
 class EvalBatches:
     "A fixed list of evaluation batches, read when asked for, the same number on every rank"
     def __init__(self,
@@ -243,7 +247,7 @@ class EvalBatches:
 
     def __iter__(self)->Iterator: return (self[i] for i in range(len(self)))
 
-# %% ../nbs/03_data.ipynb #bcbb6dce
+# %% ../nbs/03_data.ipynb #310102ba
 def eval_batches(
     split:TokenSplit, # the row
     seq_len:int, # T [tokens]
@@ -259,7 +263,7 @@ def eval_batches(
     starts, lengths = windows(split, seq_len, n_tokens)[:2]
     return EvalBatches(split, starts, lengths, seq_len, micro_batch_size, rank, world_size)
 
-# %% ../nbs/03_data.ipynb #cbafc6ce
+# %% ../nbs/03_data.ipynb #e3c4fe58
 def eval_floor(
     split:TokenSplit, # its stories' −log p are known, or the answer is None
     seq_len:int, # T [tokens]
@@ -271,7 +275,7 @@ def eval_floor(
     return dict(nats=float(split.story_logp[stories].sum()), targets=int(lengths.sum()),
                 stories=len(stories), left_out=int(stories[-1])+1-len(stories))
 
-# %% ../nbs/03_data.ipynb #f1a0d8ca
+# %% ../nbs/03_data.ipynb #a3553a2f
 def count_bytes(
     x, # inputs, (B, T)
     y, # targets, (B, T), −100 where there is none

@@ -6,7 +6,7 @@
 __all__ = ['ShardWriter', 'split_key', 'cut_document', 'read_ahead', 'build_aside', 'wanted_meta', 'find_tokens', 'read_meta',
            'prepare_tokens', 'split_rule', 'TokenSplit', 'open_tokens', 'foreign_shards', 'check_ids']
 
-# %% ../nbs/02b_shards.ipynb #fc3993a8
+# %% ../nbs/02b_shards.ipynb #12d8d67a
 import contextlib
 import errno
 import fcntl
@@ -30,7 +30,7 @@ from fastcore.basics import patch
 from .config import TinyLLMError
 from .tokenizer import Tokenizer
 
-# %% ../nbs/02b_shards.ipynb #c9fa6730
+# %% ../nbs/02b_shards.ipynb #2ccb4df2
 class ShardWriter:
     "Writes the stories of one split into shards `train_000000.bin`, `train_000001.bin`, …"
     def __init__(self,
@@ -65,7 +65,7 @@ def close(self:ShardWriter)->None:
     if self._file: _sync_close(self._file)
     self._file = None
 
-# %% ../nbs/02b_shards.ipynb #924c947b
+# %% ../nbs/02b_shards.ipynb #0bcad787
 def _sync_close(file):
     file.flush()
     os.fsync(file.fileno())
@@ -76,7 +76,7 @@ def _sync_folder(folder:Path):
     try: os.fsync(handle)
     finally: os.close(handle)
 
-# %% ../nbs/02b_shards.ipynb #cf456129
+# %% ../nbs/02b_shards.ipynb #06d08a15
 def split_key(text:str)->float: # in [0, 1)
     "A number that depends on the content alone, not on where the story stands"
     digest = hashlib.blake2b(text.strip().encode(), digest_size=6).digest()
@@ -96,7 +96,7 @@ def cut_document(
         if found >= 0 and end < len(text): return text[:end], text[end:]
     return text[:want], text[want:]
 
-# %% ../nbs/02b_shards.ipynb #4b622536
+# %% ../nbs/02b_shards.ipynb #dbd4787a
 def read_ahead(
     items:Iterable, # read in a background thread
     depth:int=2 # items made before they are asked for
@@ -126,7 +126,7 @@ def read_ahead(
         stop.set()
         thread.join()
 
-# %% ../nbs/02b_shards.ipynb #df35eed5
+# %% ../nbs/02b_shards.ipynb #832490e5
 @contextlib.contextmanager
 def build_aside(
     out_dir:Path # what will be built
@@ -161,7 +161,7 @@ def _remove_dead(out_dir:Path):
                 shutil.rmtree(old, ignore_errors=True)
             finally: os.close(lock)
 
-# %% ../nbs/02b_shards.ipynb #e73de008
+# %% ../nbs/02b_shards.ipynb #ce7a902e
 def wanted_meta(
     corpus, # has `.name` and `.fingerprint`
     tokenizer:Tokenizer, # cuts the stories
@@ -181,7 +181,7 @@ def find_tokens(
     wanted:dict # as `wanted_meta` has it
 )->dict|None: # meta.json of shards that are up to date
     "What lies at `out_dir`: up to date, to be (re)built (None), or foreign (an error)"
-    if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())): return None
+    if not out_dir.exists() or (out_dir.is_dir() and not os.listdir(out_dir)): return None
     meta = read_meta(out_dir)
     if meta is None: raise TinyLLMError(
         "something else is there already", str(out_dir), "remove it or choose another data.dir")
@@ -192,7 +192,7 @@ def find_tokens(
     same = all(meta.get(key) == value for key,value in wanted.items())
     return meta if same and not _damaged(out_dir, meta) else None
 
-# %% ../nbs/02b_shards.ipynb #2ff682eb
+# %% ../nbs/02b_shards.ipynb #91b2cf08
 def read_meta(folder:Path)->dict|None:
     "meta.json of a folder of ours, None if it has none"
     try: meta = json.loads((Path(folder)/"meta.json").read_text(encoding="utf-8"))
@@ -209,7 +209,7 @@ def _damaged(folder:Path, meta:dict)->str|None:
                                  f"{shard['file']} has {have} bytes where meta.json says {want}")
     return None
 
-# %% ../nbs/02b_shards.ipynb #646e2fd5
+# %% ../nbs/02b_shards.ipynb #641b6fd6
 def prepare_tokens(
     corpus, # has `.name`, `.kind`, `.fingerprint`, `.documents()`
     tokenizer:Tokenizer, # cuts the stories
@@ -225,14 +225,18 @@ def prepare_tokens(
         f"data.val_fraction={val_fraction} leaves a split empty", str(out_dir), "use one in (0, 1)")
     wanted = wanted_meta(corpus, tokenizer, val_fraction, shard_tokens)
     if meta := find_tokens(out_dir, wanted): return meta
-    with build_aside(out_dir) as aside:
-        meta = _write_splits(corpus, tokenizer, aside, wanted, num_threads, progress)
-        with open(aside/"meta.json", "w", encoding="utf-8") as file:
-            file.write(json.dumps(meta, indent=1)+"\n")
-            _sync_close(file)
-        return _move_in(aside, out_dir, wanted) or meta
+    try:
+        with build_aside(out_dir) as aside:
+            meta = _write_splits(corpus, tokenizer, aside, wanted, num_threads, progress)
+            with open(aside/"meta.json", "w", encoding="utf-8") as file:
+                file.write(json.dumps(meta, indent=1)+"\n")
+                _sync_close(file)
+            return _move_in(aside, out_dir, wanted) or meta
+    except OSError as error: raise TinyLLMError(
+        f"the token shards cannot be written ({error.strerror})", str(error.filename or out_dir),
+        "make room or choose another data.dir") from error
 
-# %% ../nbs/02b_shards.ipynb #13161dfd
+# %% ../nbs/02b_shards.ipynb #0fa1b434
 def _move_in(aside:Path, out_dir:Path, wanted:dict)->dict|None:
     "Rename `aside` to `out_dir`; if someone has just built the same there, return theirs"
     _sync_folder(aside)
@@ -243,13 +247,14 @@ def _move_in(aside:Path, out_dir:Path, wanted:dict)->dict|None:
             return None
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST): raise
-        if meta := find_tokens(out_dir, wanted): return meta
         old = _aside_name(out_dir)
-        with contextlib.suppress(FileNotFoundError): os.rename(out_dir, old)
+        with contextlib.suppress(FileNotFoundError): # another builder may be moving it just now
+            if meta := find_tokens(out_dir, wanted): return meta
+            os.rename(out_dir, old)
         shutil.rmtree(old, ignore_errors=True)
     raise TinyLLMError("others keep writing here", str(out_dir), "run one builder at a time")
 
-# %% ../nbs/02b_shards.ipynb #b6eb539a
+# %% ../nbs/02b_shards.ipynb #0be21188
 def split_rule(
     corpus, # has `.name`, `.kind`, `.documents()`
     fraction:float # share of the stories for validation
@@ -288,7 +293,7 @@ def _batches(items:Iterable, chars:int=1_000_000)->Iterator:
             batch, size = [], 0
     if batch: yield batch
 
-# %% ../nbs/02b_shards.ipynb #5fc67271
+# %% ../nbs/02b_shards.ipynb #2385f826
 def _write_splits(corpus, tokenizer, folder:Path, wanted:dict, num_threads, progress)->dict:
     "Write the shards of both splits; once more if the rule left a split empty"
     rule = split_rule(corpus, wanted["val_fraction"])
@@ -331,7 +336,7 @@ def _save_logp(folder:Path, val_logp):
         np.save(file, np.array(val_logp))
         _sync_close(file)
 
-# %% ../nbs/02b_shards.ipynb #e3808ec2
+# %% ../nbs/02b_shards.ipynb #7a5cfbce
 class TokenSplit:
     "The shards of one split as one long row of ids"
     def __init__(self,
@@ -352,7 +357,7 @@ class TokenSplit:
     def __repr__(self)->str:
         return f"TokenSplit({self.n_tokens:,} tokens in {len(self.files)} files, {self.dtype})"
 
-# %% ../nbs/02b_shards.ipynb #876a4daa
+# %% ../nbs/02b_shards.ipynb #31e70fb8
 @patch
 def read(self:TokenSplit,
     start:int, # position of the first
@@ -390,7 +395,7 @@ def _rows(self:TokenSplit, k:int, starts:np.ndarray, length:int)->np.ndarray: # 
     view = np.lib.stride_tricks.as_strided(ids, (len(ids)-length+1, length), ids.strides*2)
     return view[starts-(self._ends[k]-len(ids))] # row i of the view begins at id i
 
-# %% ../nbs/02b_shards.ipynb #0e70a6e2
+# %% ../nbs/02b_shards.ipynb #9e27eb04
 @patch
 def where(self:TokenSplit,
     position:int # in the row
@@ -410,7 +415,7 @@ def stories(self:TokenSplit)->Iterator: # (position of its BOS, position of the 
             begin = mark
     if begin is not None: yield begin, self.n_tokens
 
-# %% ../nbs/02b_shards.ipynb #e8628516
+# %% ../nbs/02b_shards.ipynb #d6f25ccb
 def _map_shard(path:Path, dtype:np.dtype)->np.ndarray:
     try: size = path.stat().st_size
     except OSError: raise TinyLLMError(
@@ -422,7 +427,7 @@ def _map_shard(path:Path, dtype:np.dtype)->np.ndarray:
         "the file is cut or not a token file; prepare it again")
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
-# %% ../nbs/02b_shards.ipynb #776e50d0
+# %% ../nbs/02b_shards.ipynb #a8d6d082
 def open_tokens(
     path, # folder of token shards: ours, llama2.c's or nanoGPT's
     split:str, # 'train' or 'val'
@@ -441,7 +446,7 @@ def open_tokens(
     check_ids(out, guess=dtype is None)
     return out
 
-# %% ../nbs/02b_shards.ipynb #ec3ecec7
+# %% ../nbs/02b_shards.ipynb #31b3ff26
 def foreign_shards(
     path:Path, # a folder without meta.json
     split:str # 'train' or 'val'
@@ -458,7 +463,7 @@ def foreign_shards(
         f"no file for the {split} split among {[file.name for file in files]}", str(path),
         "give train.bin and val.bin, or two or more files (the first is for validation)")
 
-# %% ../nbs/02b_shards.ipynb #04e9626c
+# %% ../nbs/02b_shards.ipynb #005865c0
 def _open_ours(path:Path, split:str, meta:dict, vocab_size, fingerprint)->TokenSplit:
     where = str(path/"meta.json")
     if meta["version"] != 1: raise TinyLLMError(
@@ -478,7 +483,7 @@ def _open_ours(path:Path, split:str, meta:dict, vocab_size, fingerprint)->TokenS
         [path/shard["file"] for shard in meta["shards"][split]], meta["dtype"], meta["vocab_size"],
         meta["bos_id"], np.load(logp) if split == "val" and logp.exists() else None, meta)
 
-# %% ../nbs/02b_shards.ipynb #05ab73d1
+# %% ../nbs/02b_shards.ipynb #81ca8991
 def check_ids(
     split:TokenSplit, # read through once
     guess:bool=True # was the type only assumed?
