@@ -6,13 +6,13 @@
 __all__ = ['MAX_HALVES', 'RMSNorm', 'rope_frequencies', 'rope_tables', 'apply_rope', 'Rope', 'attend_halves', 'attend',
            'attention_mask', 'KVCache', 'Attention', 'SwiGLU', 'Block']
 
-# %% ../nbs/04_layers.ipynb #76cc79df
+# %% ../nbs/04_layers.ipynb #947c29f4
 import torch
 import torch.nn.functional as F
 from torch import nn
 from .config import ModelConfig, TinyLLMError
 
-# %% ../nbs/04_layers.ipynb #aebaa859
+# %% ../nbs/04_layers.ipynb #cc54e15b
 class RMSNorm(nn.Module):
     "Divide by the root mean square, multiply by a learned weight (Zhang & Sennrich 2019, eq. 4)"
     def __init__(self,
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         h = h*torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         return (h*self.weight).to(x.dtype)
 
-# %% ../nbs/04_layers.ipynb #bafd7640
+# %% ../nbs/04_layers.ipynb #4aed22f7
 def rope_frequencies(
     head_dim:int, # size of one head, even
     theta:float=10_000. # base of the geometric series; larger turns the slow pairs slower
@@ -49,7 +49,7 @@ def rope_tables(
     angles = torch.cat((angles, angles), dim=-1) # (length, head_dim)
     return angles.cos().float(), angles.sin().float()
 
-# %% ../nbs/04_layers.ipynb #33c1ee6a
+# %% ../nbs/04_layers.ipynb #60aee1bd
 def apply_rope(
     x:torch.Tensor, # queries or keys, (B, T, heads, head_dim)
     cos:torch.Tensor, # (T, head_dim), or (B, T, head_dim) where rows stand at different positions
@@ -60,7 +60,7 @@ def apply_rope(
     turned = torch.cat((-b, a), dim=-1) # a quarter turn, (B, T, heads, head_dim)
     return (x*cos.unsqueeze(-2) + turned*sin.unsqueeze(-2)).to(x.dtype)
 
-# %% ../nbs/04_layers.ipynb #9344eac8
+# %% ../nbs/04_layers.ipynb #a58850b4
 class Rope(nn.Module):
     "Rotary tables: always float32, never in a checkpoint, as long as needed"
     def __init__(self,
@@ -100,7 +100,7 @@ class Rope(nn.Module):
         position = position.clamp(min=0)
         return self.cos[position], self.sin[position]
 
-# %% ../nbs/04_layers.ipynb #8a2d9ae7
+# %% ../nbs/04_layers.ipynb #fb9b2aa2
 def attend_halves(
     q:torch.Tensor, # queries, (B, n_heads, T, head_dim), T > 1
     k:torch.Tensor, # keys, (B, n_kv_heads, T, head_dim)
@@ -119,10 +119,10 @@ def attend_halves(
         out.append(answer.unflatten(2, (-1, end-begin))) # (B, n_kv_heads, group, rows, head_dim)
     return torch.cat(out, 3).flatten(1, 2) # (B, n_heads, T, head_dim)
 
-# %% ../nbs/04_layers.ipynb #cbe264a2
+# %% ../nbs/04_layers.ipynb #2b9cb049
 MAX_HALVES = 512 # longest rows for which the weights of attention are stored on a CPU [tokens]
 
-# %% ../nbs/04_layers.ipynb #b32ecffa
+# %% ../nbs/04_layers.ipynb #c6ee9ceb
 def attend(
     q:torch.Tensor, # queries, (B, n_heads, T, head_dim)
     k:torch.Tensor, # keys, (B, n_kv_heads, S, head_dim)
@@ -140,7 +140,7 @@ def attend(
     with torch.autocast('cpu', enabled=False): # the CPU kernel is faster in float32
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **how).to(q.dtype)
 
-# %% ../nbs/04_layers.ipynb #185e4888
+# %% ../nbs/04_layers.ipynb #9c56c311
 def attention_mask(
     start:int, # tokens already seen [tokens]
     length:int, # new tokens T
@@ -155,7 +155,7 @@ def attention_mask(
     if pad is not None: mask = (mask & (key >= pad[:,None,None])) | (key==query) # (B, T, S)
     return mask[:,None] # (1 or B, 1, T, S)
 
-# %% ../nbs/04_layers.ipynb #c1a6ee0b
+# %% ../nbs/04_layers.ipynb #78a92b59
 class KVCache:
     "Keys and values of the tokens seen so far, in buffers of fixed size"
     def __init__(self,
@@ -208,7 +208,7 @@ class KVCache:
         self.k[layer,:,:,self.length:end],self.v[layer,:,:,self.length:end] = k,v
         return self.k[layer,:,:,:end], self.v[layer,:,:,:end]
 
-# %% ../nbs/04_layers.ipynb #570f97be
+# %% ../nbs/04_layers.ipynb #c186cc42
 class Attention(nn.Module):
     "Causal self-attention with rotary positions and shared key/value heads"
     def __init__(self,
@@ -240,7 +240,7 @@ class Attention(nn.Module):
         out = attend(q, k, v, mask, self.dropout if self.training else 0.)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1)) # (B, T, n_heads*head_dim)
 
-# %% ../nbs/04_layers.ipynb #8dc0ba34
+# %% ../nbs/04_layers.ipynb #65fae20d
 class SwiGLU(nn.Module):
     "Gated feed-forward layer (Shazeer 2020, eq. 6)"
     def __init__(self,
@@ -256,7 +256,7 @@ class SwiGLU(nn.Module):
     )->torch.Tensor: # what the layer adds to the stream, (B, T, dim)
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
-# %% ../nbs/04_layers.ipynb #5420ec2d
+# %% ../nbs/04_layers.ipynb #a33ffc15
 class Block(nn.Module):
     "One layer of the model: the stream plus attention, plus feed-forward"
     def __init__(self,

@@ -6,14 +6,14 @@
 __all__ = ['check_ids', 'check_tokens', 'check_targets', 'Transformer', 'init_weights', 'params_by_part', 'count_params',
            'flops_per_token', 'memory_estimate']
 
-# %% ../nbs/05_model.ipynb #ebd80691
+# %% ../nbs/05_model.ipynb #ab3d5540
 import torch
 import torch.nn.functional as F
 from torch import nn
 from .config import ModelConfig, TinyLLMError
 from .layers import Block, KVCache, MAX_HALVES, RMSNorm, Rope, attention_mask
 
-# %% ../nbs/05_model.ipynb #13ace5d4
+# %% ../nbs/05_model.ipynb #5ad6f702
 def check_ids(
     ids:torch.Tensor, # token ids
     vocab_size:int, # ids must be below this
@@ -55,7 +55,7 @@ def check_targets(
         "Transformer.loss", "give one target per token, -100 for none")
     check_ids(targets, cfg.vocab_size, "target", ignored=-100)
 
-# %% ../nbs/05_model.ipynb #ebb8be4d
+# %% ../nbs/05_model.ipynb #d4debb52
 class Transformer(nn.Module):
     "Llama (Touvron et al. 2023, §2.2), its parameters named as in Hugging Face transformers"
     def __init__(self,
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
         nats = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction='sum')
         return nats, (targets != -100).sum()
 
-# %% ../nbs/05_model.ipynb #8da89f66
+# %% ../nbs/05_model.ipynb #4139fc3a
 @torch.no_grad()
 def init_weights(
     model:nn.Module, # a Transformer
@@ -131,7 +131,7 @@ def init_weights(
             std = cfg.init_std/(2*cfg.n_layers)**0.5 if writes else cfg.init_std
             nn.init.normal_(p, std=std, generator=generators.get(p.device))
 
-# %% ../nbs/05_model.ipynb #8ce778de
+# %% ../nbs/05_model.ipynb #5d1db630
 def params_by_part(
     cfg:ModelConfig # shape of the model
 )->dict: # {part: number of weights}
@@ -149,7 +149,7 @@ def count_params(
     "Number of weights of the model that `cfg` describes"
     return sum(params_by_part(cfg).values())
 
-# %% ../nbs/05_model.ipynb #120323b8
+# %% ../nbs/05_model.ipynb #cd5d147a
 def flops_per_token(
     cfg:ModelConfig, # shape of the model
     seq_len:int=None, # positions T [tokens]; none: cfg.seq_len
@@ -161,7 +161,7 @@ def flops_per_token(
     attention = cfg.n_layers*cfg.n_heads*cfg.head_dim*(seq_len or cfg.seq_len)
     return (3 if training else 1)*(2*multiplying + 4*attention)
 
-# %% ../nbs/05_model.ipynb #4a21ca47
+# %% ../nbs/05_model.ipynb #74ba5709
 def memory_estimate(
     cfg:ModelConfig, # shape of the model
     micro_batch_size:int, # sequences per forward pass

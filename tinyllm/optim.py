@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['param_groups', 'make_optimizer', 'lr_at', 'clip_gradients']
 
-# %% ../nbs/06_optim.ipynb #fa69f883
+# %% ../nbs/06_optim.ipynb #64438f1f
 import math
 import torch
 from torch import nn
 from .config import OptimConfig, TinyLLMError
 
-# %% ../nbs/06_optim.ipynb #1a4cf1ed
+# %% ../nbs/06_optim.ipynb #6bd2d0a1
 def param_groups(
     model:nn.Module, # whose trainable parameters are sorted
     weight_decay:float=0.1 # share of a matrix that decays, times the learning rate, per step
@@ -23,7 +23,7 @@ def param_groups(
     return [dict(params=[p for p in params if p.ndim>=2], weight_decay=weight_decay),
             dict(params=[p for p in params if p.ndim<2], weight_decay=0.)]
 
-# %% ../nbs/06_optim.ipynb #60d424b4
+# %% ../nbs/06_optim.ipynb #8161bf3f
 def make_optimizer(
     model:nn.Module, # to be trained, already on its device
     cfg:OptimConfig, # rates and decay
@@ -37,7 +37,7 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1,cfg.beta2), eps=cfg.eps,
                              fused=fused)
 
-# %% ../nbs/06_optim.ipynb #bfc3d404
+# %% ../nbs/06_optim.ipynb #feed257c
 def lr_at(
     step:int, # optimizer step, from 0
     cfg:OptimConfig, # schedule and its rates
@@ -55,7 +55,7 @@ def lr_at(
     left = (1+math.cos(math.pi*done))/2 if cfg.schedule=='cosine' else 1-done
     return cfg.min_lr + (cfg.lr-cfg.min_lr)*left
 
-# %% ../nbs/06_optim.ipynb #598cfdf8
+# %% ../nbs/06_optim.ipynb #bf9bca10
 @torch.no_grad()
 def clip_gradients(
     params, # a module, or its parameters
