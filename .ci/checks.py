@@ -146,7 +146,7 @@ def succeed(*args, cwd, timeout=600):
     "The same for a command that must succeed"
     code, out, err, seconds = tinyllm(*args, cwd=cwd, timeout=timeout)
     if code: raise Failed(f"tinyllm {shown(args)}: exit code {code}\n{tail(out)}\n{tail(err)}")
-    return out, seconds
+    return out, err, seconds
 
 
 @check
@@ -156,7 +156,7 @@ def command_line_help():
             "sys.exit(code or ' '.join({'torch', 'matplotlib', 'transformers'} & set(sys.modules)) or 0)")
     with tempfile.TemporaryDirectory() as empty:
         sh(PYTHON, "-c", code, cwd=empty)
-        out, seconds = succeed("--help", cwd=empty)
+        out, _, seconds = succeed("--help", cwd=empty)
         module = sh(PYTHON, "-m", "tinyllm.launch", "--help", cwd=empty)
         if not out.strip() or not module.strip(): raise Failed("--help prints nothing")
         if seconds > 2.5: raise Failed(f"tinyllm --help took {seconds:.1f} s, more than 2.5 s")
@@ -179,24 +179,24 @@ def only_run(folder:Path)->Path:
 
 @check
 def quickstart():
-    "README's second command, offline, in an empty folder: budget, distance from the floor, a story; then nothing to do"
+    "README's second command, offline, in an empty folder: budget, distance from the floor, stories; then nothing to do"
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        out, seconds = succeed("train", cwd=folder, timeout=2*QUICKSTART_S)
+        out, _, seconds = succeed("train", cwd=folder, timeout=2*QUICKSTART_S)
         run = only_run(folder)
         last = rows(run, "eval")[-1]
         loss, floor = last["val_loss"], last["floor_loss"]
         ratio, excess = loss/floor, loss - floor
         note = (f"{seconds:.0f} s, loss {loss:.3f}, floor {floor:.3f} nats/token ({last['val_bits_per_byte']:.3f}, "
                 f"{last['floor_bits_per_byte']:.3f} bits/byte): ratio {ratio:.3f}, excess {excess:.3f}")
-        story = out.strip().split("\n")[-1] if out.strip() else ""
-        print(f"     {note}\n     {story[:300]}", flush=True)
+        stories = out.partition("\n\n")[2].strip() # below the figures
+        print(f"     {note}\n     {stories[:600]}", flush=True)
         if not 1 <= ratio <= RATIO or excess > EXCESS: raise Failed(f"not within {RATIO} and {EXCESS}: {note}")
         if seconds > QUICKSTART_S: raise Failed(f"more than {QUICKSTART_S} s: {note}")
-        if len(out.split()) < 40: raise Failed(f"no story was printed:\n{out}")
+        if len(stories.split()) < 30: raise Failed(f"no story was printed:\n{out}")
         before = (run/"metrics.jsonl").read_bytes()
-        out, seconds = succeed("train", cwd=folder)
-        if "up to date" not in out: raise Failed(f"a second call does not say 'up to date':\n{tail(out)}")
+        _, err, _ = succeed("train", cwd=folder)
+        if "up to date" not in err: raise Failed(f"a second call does not say 'up to date':\n{tail(err)}")
         if (run/"metrics.jsonl").read_bytes() != before: raise Failed("a second call trained again")
         ask = ("sample", run, "--prompt", "Once", "--num_samples", "2", "--max_new_tokens", "20", "--seed", "1")
         if succeed(*ask, cwd=folder)[0] != succeed(*ask, cwd=folder)[0]: raise Failed("tinyllm sample: one seed, two texts")
@@ -287,7 +287,7 @@ def resume():
         folders = {n: Path(top)/n for n in ("whole", "stopped", "terminated", "killed")}
         for f in folders.values(): f.mkdir()
         run = lambda n: folders[n]/"runs"/"small"
-        _, seconds = succeed(*SMALL, cwd=folders["whole"])
+        *_, seconds = succeed(*SMALL, cwd=folders["whole"])
         want = outcome(run("whole"))
 
         succeed(*SMALL, "--train.stop_at_step=7", cwd=folders["stopped"])
