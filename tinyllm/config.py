@@ -8,14 +8,14 @@ __all__ = ['PRESETS', 'ALIASES', 'TinyLLMError', 'CorpusConfig', 'TokenizerConfi
            'stories42M', 'stories110M', 'tiny_llama', 'all_settings', 'flatten', 'make_parser', 'check_overrides',
            'write_atomic', 'load_config', 'save_config', 'diff']
 
-# %% ../nbs/00_config.ipynb #b4184a40
+# %% ../nbs/00_config.ipynb #107cecf4
 import dataclasses, difflib, linecache, os, re, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
 from jsonargparse import ArgumentError, ArgumentParser, SUPPRESS
 
-# %% ../nbs/00_config.ipynb #9e7da1f1
+# %% ../nbs/00_config.ipynb #7093b41f
 class TinyLLMError(Exception):
     "A mistake of the caller's: `what` is wrong, `where`, and how to `fix` it"
     def __init__(self,
@@ -29,7 +29,7 @@ class TinyLLMError(Exception):
         line = ': '.join(o for o in (self.where, self.what) if o)
         return ' '.join((line + (f'; {self.fix}' if self.fix else '')).split())
 
-# %% ../nbs/00_config.ipynb #3b4c2b19
+# %% ../nbs/00_config.ipynb #9eed6f9e
 def _check(
     section, # a settings dataclass
     *rules:tuple # (field name, predicate, the rule in words); `None` values are not checked
@@ -44,7 +44,7 @@ def _positive(v): return v > 0
 def _not_negative(v): return v >= 0
 def _fraction(v): return 0 <= v < 1
 
-# %% ../nbs/00_config.ipynb #6495b43d
+# %% ../nbs/00_config.ipynb #2de4e921
 @dataclass(frozen=True)
 class CorpusConfig:
     "Where the stories come from"
@@ -62,7 +62,7 @@ class CorpusConfig:
                ('source', bool, 'a source'), ('separator', bool, 'a non-empty text or none'),
                ('sha256', lambda v: re.fullmatch('[0-9a-f]{64}', v), '64 hexadecimal digits'))
 
-# %% ../nbs/00_config.ipynb #42e462a8
+# %% ../nbs/00_config.ipynb #076eeaf8
 @dataclass(frozen=True)
 class TokenizerConfig:
     "The SentencePiece vocabulary"
@@ -84,7 +84,7 @@ class DataConfig:
         _check(self, ('val_fraction', lambda v: 0 < v <= 0.5, 'above 0 and at most 0.5'),
                ('shard_tokens', _positive, 'positive'))
 
-# %% ../nbs/00_config.ipynb #b580cb70
+# %% ../nbs/00_config.ipynb #47d669a6
 @dataclass(frozen=True)
 class ModelConfig:
     "Shape of the Llama"
@@ -117,7 +117,7 @@ class ModelConfig:
     def ffn_dim(self)->int:
         return self.hidden_dim or -(-int(8*self.dim/3)//self.multiple_of)*self.multiple_of
 
-# %% ../nbs/00_config.ipynb #c7ec20c8
+# %% ../nbs/00_config.ipynb #7f0b5d3f
 @dataclass(frozen=True)
 class OptimConfig:
     "AdamW and its schedule"
@@ -161,7 +161,7 @@ class TrainConfig:
                ('eval_every', _not_negative, 'at least 0'), ('save_every', _not_negative, 'at least 0'),
                ('device', lambda v: re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', v), 'auto, cpu, mps, cuda or cuda:N'))
 
-# %% ../nbs/00_config.ipynb #881e64f0
+# %% ../nbs/00_config.ipynb #60adcf3c
 @dataclass(frozen=True)
 class RunConfig:
     "Where a run lives"
@@ -191,7 +191,7 @@ class SampleConfig:
                ('repetition_penalty', _positive, 'positive'), ('max_new_tokens', _positive, 'positive'),
                ('num_samples', _positive, 'positive'), ('seed', _not_negative, 'at least 0'))
 
-# %% ../nbs/00_config.ipynb #e3e7bfb1
+# %% ../nbs/00_config.ipynb #0f5f0d48
 @dataclass(frozen=True)
 class Config:
     "Everything that defines a run"
@@ -214,7 +214,7 @@ class Config:
 
 _SECTION_OF = {f.default_factory:f.name for f in dataclasses.fields(Config)}
 
-# %% ../nbs/00_config.ipynb #ec644e91
+# %% ../nbs/00_config.ipynb #29554ffb
 def quickstart()->Config:
     "A laptop CPU, about a minute: the built-in stories"
     return Config(corpus=CorpusConfig(num_stories=60_000), tokenizer=TokenizerConfig(vocab_size=1024),
@@ -256,7 +256,7 @@ def tiny_llama()->Config:
 PRESETS = {f.__name__.replace('_', '-'):f for f in
            (quickstart, stories260K, stories15M, stories42M, stories110M, tiny_llama)}
 
-# %% ../nbs/00_config.ipynb #168acb22
+# %% ../nbs/00_config.ipynb #ee235423
 def _comments(
     section:type # a settings dataclass
 )->dict: # {field name: the comment beside it}
@@ -297,7 +297,7 @@ def make_parser(
             help=f'{doc} (default: {defaults[key]})'.replace('%', '%%'))
     return p
 
-# %% ../nbs/00_config.ipynb #5dfc36f0
+# %% ../nbs/00_config.ipynb #567de4e2
 ALIASES = dict(batch_size='train.micro_batch_size', max_iters='train.steps', max_steps='train.steps', max_seq_len='model.seq_len',
     block_size='model.seq_len', learning_rate='optim.lr', warmup_iters='optim.warmup_steps', min_learning_rate='optim.min_lr',
     gradient_accumulation_steps='train.tokens_per_step', grad_accum='train.tokens_per_step', eval_interval='train.eval_every',
@@ -322,13 +322,13 @@ def _type_name(typ)->str:
     args = [o for o in typing.get_args(typ) if o is not types.NoneType]
     return f'{_type_name(args[0])} or null' if args else {bool:'true or false'}.get(typ, typ.__name__)
 
-# %% ../nbs/00_config.ipynb #1e8954a7
+# %% ../nbs/00_config.ipynb #e7a168c5
 def check_overrides(
     given # {'section.key': value}, or a list of 'section.key=value'
 )->dict: # {'section.key': value of the right type}
     "Check settings by name and type, from whichever door they come"
     if not isinstance(given, dict):
-        given = dict(o.lstrip('-').split('=', 1) if '=' in o else (o, 'true') for o in given)
+        given = {k:v if eq else True for k,eq,v in (o.lstrip('-').partition('=') for o in given)}
     parser,known,res = make_parser(),all_settings(),{}
     for key,value in given.items():
         if key not in known: raise TinyLLMError(f'{key}={value!r} is not a setting', 'config', _nearest(key))
@@ -346,7 +346,7 @@ def check_overrides(
         res[key] = value
     return res
 
-# %% ../nbs/00_config.ipynb #651f85ab
+# %% ../nbs/00_config.ipynb #2d3d5e92
 def write_atomic(
     path, # destination; its folder is made
     data:bytes # the whole content
@@ -364,7 +364,7 @@ def write_atomic(
     finally: aside.unlink(missing_ok=True)
     return path
 
-# %% ../nbs/00_config.ipynb #a8bc65c1
+# %% ../nbs/00_config.ipynb #08821d4f
 def load_config(
     preset:Optional[str]=None, # a name from `PRESETS`; none: `quickstart`
     file=None, # a YAML file of sections
@@ -400,7 +400,7 @@ def save_config(
     import yaml
     write_atomic(path, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True).encode())
 
-# %% ../nbs/00_config.ipynb #daaedc18
+# %% ../nbs/00_config.ipynb #c68f9adb
 def diff(
     a:Config, # settings before
     b:Config # settings after
