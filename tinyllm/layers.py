@@ -73,7 +73,6 @@ class Rope(nn.Module):
         for name in ('cos','sin'): self.register_buffer(name, torch.empty(0), persistent=False)
         self.grow(length)
 
-    @torch.compiler.disable
     def grow(self,
         length:int # positions to hold [tokens]
     )->None:
@@ -94,7 +93,7 @@ class Rope(nn.Module):
     )->tuple: # cosines and sines, (T, head_dim), or (B, T, head_dim) with `pad`
         "Angles of `length` columns from `start` on, counted from each row's first real token"
         end = start+length
-        if end > len(self.cos): self.grow(max(end, 2*len(self.cos)))
+        if end > len(self.cos): torch.compiler.disable(self.grow)(max(end, 2*len(self.cos)))
         if pad is None: return self.cos[start:end], self.sin[start:end]
         position = torch.arange(start, end, device=pad.device) - pad[:,None] # (B, T)
         position = position.clamp(min=0)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_ids', 'check_tokens', 'check_targets', 'Transformer', 'init_weights', 'params_by_part', 'count_params',
-           'flops_per_token', 'memory_estimate']
+           'flops_per_token', 'memory_estimate', 'pick_device']
 
 # %% ../nbs/05_model.ipynb #ab3d5540
 import torch
@@ -185,3 +185,14 @@ def memory_estimate(
                  activations=tokens*(cfg.n_layers*block + top),
                  logits=tokens*cfg.vocab_size*(12+4*half))
     return parts | dict(total=sum(parts.values()))
+
+# %% ../nbs/05_model.ipynb #491e5d19
+def pick_device(
+    name:str='auto' # `cpu`, `cuda`, `cuda:1`, `mps`; auto: the best there is
+)->torch.device:
+    "The device that a name stands for, if this machine has it"
+    if name == 'auto': name = ('cuda' if torch.cuda.is_available() else
+                               'mps' if torch.backends.mps.is_available() else 'cpu')
+    try: return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError): raise TinyLLMError(
+        f'there is no device {name!r} on this machine', 'device', 'use auto, cpu, cuda or mps') from None

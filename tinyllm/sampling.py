@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['evaluating', 'draw', 'filter_logits', 'device_of', 'next_probs', 'plot_next', 'penalize', 'check_settings',
            'sample_logits', 'generate_plain', 'last_scores', 'prefill', 'generate', 'token_rules', 'sample_texts',
-           'read_prompt', 'stream', 'story_sampler', 'pick_device', 'TextGenerator']
+           'read_prompt', 'stream', 'story_sampler', 'TextGenerator']
 
 # %% ../nbs/11_sampling.ipynb #b38c222b
 import math, numbers, warnings
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from .checkpoint import load_model
 from .config import SampleConfig, TinyLLMError
 from .layers import KVCache
-from .model import Transformer
+from .model import Transformer, pick_device
 from .tokenizer import Tokenizer
 
 # %% ../nbs/11_sampling.ipynb #55c1cb6e
@@ -426,16 +426,6 @@ def story_sampler(
     return lambda model: sample_texts(model, tokenizer, **settings)
 
 # %% ../nbs/11_sampling.ipynb #9dd63384
-def pick_device(
-    device:str='auto' # `cpu`, `cuda`, `cuda:1`, `mps`; auto: the best there is
-)->torch.device:
-    "The device a name stands for, if this machine has it"
-    if device == 'auto': device = ('cuda' if torch.cuda.is_available() else
-                                   'mps' if torch.backends.mps.is_available() else 'cpu')
-    try: return torch.zeros(1, device=device).device
-    except (RuntimeError, AssertionError): raise TinyLLMError(
-        f'device={device!r} is not to be had here', 'sample', 'use cpu, cuda or mps, or auto') from None
-
 _DTYPES = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 
 def _pick_dtype(dtype, device):

@@ -7,7 +7,7 @@ __all__ = ['proto_fields', 'read_pieces', 'read_normalizer', 'read_source', 'can
            'n_cores', 'check_text', 'training_sentences', 'cut_long', 'train_tokenizer', 'prepare_tokenizer',
            'TextStream']
 
-# %% ../nbs/02_tokenizer.ipynb #c15ef385
+# %% ../nbs/02_tokenizer.ipynb #6ab01ef7
 import hashlib
 import io
 import json
@@ -22,7 +22,7 @@ import sentencepiece
 from fastcore.basics import patch
 from .config import TinyLLMError, write_atomic
 
-# %% ../nbs/02_tokenizer.ipynb #b87bb468
+# %% ../nbs/02_tokenizer.ipynb #91953e12
 def _varint(data:bytes, at:int)->tuple: # the number at `at`, the index after it
     "Read one base-128 number of a protocol buffer"
     value = shift = 0
@@ -45,7 +45,7 @@ def proto_fields(
             value, at = data[at:at+size], at+size
         yield key >> 3, value, data[start:at]
 
-# %% ../nbs/02_tokenizer.ipynb #89806d17
+# %% ../nbs/02_tokenizer.ipynb #28c9cecc
 def read_pieces(
     model:bytes # a SentencePiece model
 )->list: # (text, score, type) of each id
@@ -75,7 +75,7 @@ def read_source(
     spec = next((value for n,value,_ in proto_fields(model) if n == 2), b"")
     return ", ".join(v.decode(errors="replace") for n,v,_ in proto_fields(spec) if n == 1)
 
-# %% ../nbs/02_tokenizer.ipynb #c4aaeb53
+# %% ../nbs/02_tokenizer.ipynb #4d3ed954
 def _put_bytes(number:int, value:bytes)->bytes:
     "One length-delimited field of a protocol buffer"
     out, size = bytearray([number << 3 | 2]), len(value)
@@ -96,7 +96,7 @@ def canonical_model(
         out += raw
     return out
 
-# %% ../nbs/02_tokenizer.ipynb #8fb87171
+# %% ../nbs/02_tokenizer.ipynb #179b4102
 def fingerprint(
     pieces:list, # as `read_pieces` has them
     normalizer:dict # as `read_normalizer` has it
@@ -106,7 +106,7 @@ def fingerprint(
     norm = normalizer | {"charsmap": normalizer["charsmap"].hex()}
     return hashlib.sha256(json.dumps([rows, norm], sort_keys=True).encode()).hexdigest()
 
-# %% ../nbs/02_tokenizer.ipynb #d4806b69
+# %% ../nbs/02_tokenizer.ipynb #129e6ad4
 class Tokenizer:
     "A SentencePiece model: text to ids and back"
     def __init__(self,
@@ -128,7 +128,7 @@ class Tokenizer:
     def __repr__(self)->str:
         return f"Tokenizer({self.path}, vocab_size {self.vocab_size}, {self.fingerprint[:12]})"
 
-# %% ../nbs/02_tokenizer.ipynb #eb896e3e
+# %% ../nbs/02_tokenizer.ipynb #1223bdf0
 def n_cores()->int: # at least 1
     "Processor cores that this process may use"
     if hasattr(os, "sched_getaffinity"): return len(os.sched_getaffinity(0))
@@ -154,7 +154,7 @@ def _token_bytes(tokenizer)->np.ndarray: # (vocab_size,) int64
     return np.array([special.get(kind, len(piece.replace("▁", " ").encode()))
                      for piece,_,kind in tokenizer.table], dtype=np.int64)
 
-# %% ../nbs/02_tokenizer.ipynb #82a7c8da
+# %% ../nbs/02_tokenizer.ipynb #90d53b79
 @patch
 def encode_batch(self:Tokenizer,
     texts:list, # of str
@@ -189,7 +189,7 @@ def decode(self:Tokenizer,
     self.check_ids(ids)
     return self._sp.decode(ids)
 
-# %% ../nbs/02_tokenizer.ipynb #379c3172
+# %% ../nbs/02_tokenizer.ipynb #c2cde071
 def check_text(
     text, # should be str
     where:str # for the message
@@ -232,7 +232,7 @@ def lossless(self:Tokenizer)->bool: # for every text but U+2581
     norm, kinds = self.normalizer, [kind for _,_,kind in self.table]
     return not norm["charsmap"] and not norm["remove_extra_whitespaces"] and kinds.count(6) == 256
 
-# %% ../nbs/02_tokenizer.ipynb #0ee6f2c2
+# %% ../nbs/02_tokenizer.ipynb #0c74c8f9
 def training_sentences(
     texts:Iterable, # str, or anything with a `text`
     max_bytes:int, # stop before more than this [bytes of UTF-8]
@@ -258,7 +258,7 @@ def training_sentences(
                 yield sentence
         report["used" if used else "empty"] += 1
 
-# %% ../nbs/02_tokenizer.ipynb #a67d1c49
+# %% ../nbs/02_tokenizer.ipynb #a65e5f22
 def cut_long(
     text:str, # of any length
     max_chars:int # of a part [characters]
@@ -272,7 +272,7 @@ def cut_long(
         at = end + (line <= 0 < space)
     if at < len(text): yield text[at:]
 
-# %% ../nbs/02_tokenizer.ipynb #32e2f26d
+# %% ../nbs/02_tokenizer.ipynb #e564c341
 def train_tokenizer(
     texts:Iterable, # str or Documents, read once and only as far as needed
     path=None, # where the `.model` goes; None: keep it in memory
@@ -303,7 +303,7 @@ def train_tokenizer(
     if path is not None: tokenizer.path = tokenizer.save(path)
     return tokenizer
 
-# %% ../nbs/02_tokenizer.ipynb #e3f80c4e
+# %% ../nbs/02_tokenizer.ipynb #acc41737
 def _guard(stream:Iterable, failure:list)->Iterator:
     "Hand on `stream`, remember what it raised (the library would turn it into a text)"
     try: yield from stream
@@ -325,7 +325,7 @@ def _explain(message:str, report:dict, vocab_size, where:str)->TinyLLMError:
         f"the letters of {text}", where, f"use tokenizer.vocab_size={found[1]} or more")
     return TinyLLMError(f"SentencePiece failed: {message}", where, "see its log with verbose=True")
 
-# %% ../nbs/02_tokenizer.ipynb #3983529d
+# %% ../nbs/02_tokenizer.ipynb #7a26abc1
 def prepare_tokenizer(
     corpus, # has `.name`, `.fingerprint`, `.documents()`
     path, # the `.model` file to make or find
@@ -342,7 +342,7 @@ def prepare_tokenizer(
         str(path), "remove it, choose another data.dir, or use it with tokenizer.model=PATH")
     return tokenizer
 
-# %% ../nbs/02_tokenizer.ipynb #89a292c0
+# %% ../nbs/02_tokenizer.ipynb #4f3da275
 class TextStream:
     "Ids in, text out, never half a character; all parts joined are `decode` of all ids"
     def __init__(self,
