@@ -7,7 +7,7 @@ __all__ = ['n_windows', 'read_windows', 'get_batch', 'mix', 'permute', 'window_i
            'story_windows', 'packed_windows', 'EvalBatches', 'eval_batches', 'eval_floor', 'count_bytes', 'TokenSplit',
            'open_tokens', 'prepare_tokens', 'read_ahead']
 
-# %% ../nbs/03_data.ipynb #a93059e7
+# %% ../nbs/03_data.ipynb #ea0d2816
 import itertools
 import math
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from fastcore.basics import patch
 from .config import TinyLLMError
 from .shards import TokenSplit, open_tokens, prepare_tokens, read_ahead
 
-# %% ../nbs/03_data.ipynb #5007aec0
+# %% ../nbs/03_data.ipynb #d5cb1795
 _all_ = ["TokenSplit", "open_tokens", "prepare_tokens", "read_ahead"] # from here as well
 
-# %% ../nbs/03_data.ipynb #e947ecb0
+# %% ../nbs/03_data.ipynb #8ad39ba9
 def n_windows(
     n_tokens:int, # length of the row [tokens]
     seq_len:int # context T [tokens]
@@ -31,7 +31,7 @@ def n_windows(
         f"{n_tokens} tokens hold no input and target", "token shards", "use more text")
     return -(-(n_tokens-1)//seq_len)
 
-# %% ../nbs/03_data.ipynb #c06cf353
+# %% ../nbs/03_data.ipynb #eab73077
 def read_windows(
     split:TokenSplit, # the row
     starts, # position of each window's first input, (B,)
@@ -58,7 +58,7 @@ def get_batch(
     starts = np.asarray(ids, dtype=np.int64)*seq_len
     return read_windows(split, starts, np.minimum(seq_len, split.n_tokens-1-starts), seq_len)
 
-# %% ../nbs/03_data.ipynb #5cd3b49c
+# %% ../nbs/03_data.ipynb #1ac62f8d
 _GOLDEN = 0x9E3779B97F4A7C15 # 2⁶⁴ over the golden ratio
 _ROUNDS = [i*_GOLDEN & (1 << 64)-1 for i in range(1, 13)]
 
@@ -70,7 +70,7 @@ def mix(
     x = (x ^ (x >> 27))*0x94D049BB133111EB
     return x ^ (x >> 31)
 
-# %% ../nbs/03_data.ipynb #23f1db9b
+# %% ../nbs/03_data.ipynb #e3250ed0
 def permute(
     i:np.ndarray, # places in [0, n), uint64
     n:int, # length of the permutation
@@ -87,7 +87,7 @@ def permute(
     if (over := out >= n).any(): out[over] = permute(out[over], n, key[over])
     return out
 
-# %% ../nbs/03_data.ipynb #b48182ff
+# %% ../nbs/03_data.ipynb #e0f2bedb
 def window_ids(
     positions, # places in the endless order, int ≥ 0, (n,)
     n_windows:int, # windows of an epoch
@@ -99,7 +99,7 @@ def window_ids(
     key = mix(mix(np.full(1, seed & (1 << 64)-1, np.uint64)+_GOLDEN) + (epoch+1)*_GOLDEN)
     return permute(place, n_windows, key).astype(np.int64)
 
-# %% ../nbs/03_data.ipynb #b50bb229
+# %% ../nbs/03_data.ipynb #30175740
 class StepBatches:
     "The batches of every step, a function of (seed, step)"
     def __init__(self,
@@ -118,7 +118,7 @@ class StepBatches:
         self.n_windows = n_windows(split.n_tokens, seq_len) # of an epoch
         self._block = (None, None)
 
-# %% ../nbs/03_data.ipynb #9143f937
+# %% ../nbs/03_data.ipynb #f03a8c20
 @patch
 def ids(self:StepBatches,
     step:int # any
@@ -157,7 +157,7 @@ def epoch(self:StepBatches,
     "How often all windows have been read before a step"
     return step*self.windows_per_step/self.n_windows
 
-# %% ../nbs/03_data.ipynb #489c0f7c
+# %% ../nbs/03_data.ipynb #4175085c
 @patch
 def prefetch(self:StepBatches,
     start:int, # first step
@@ -171,12 +171,15 @@ def prefetch(self:StepBatches,
     steps = itertools.count(start) if stop is None else range(start, stop)
     return read_ahead(map(read, steps), depth)
 
-# %% ../nbs/03_data.ipynb #309e62d8
+# %% ../nbs/03_data.ipynb #1d3be362
 def check_batch_sizes(
     seq_len:int, tokens_per_step:int, micro_batch_size:int, world_size:int=1
 )->None:
     "Refuse sizes that do not divide, with the nearest that do"
     unit = seq_len*micro_batch_size*world_size
+    if min(seq_len, micro_batch_size, world_size) < 1: raise TinyLLMError(
+        f"model.seq_len={seq_len}, train.micro_batch_size={micro_batch_size} and {world_size} "
+        "processes make no batch", "config", "use numbers above 0")
     if tokens_per_step > 0 and tokens_per_step % unit == 0: return
     near = sorted({max(1, tokens_per_step//unit)*unit, -(-tokens_per_step//unit)*unit} - {0})
     rows, rest = divmod(tokens_per_step, seq_len*world_size) # windows of a rank in a step
@@ -188,7 +191,7 @@ def check_batch_sizes(
         f"use train.tokens_per_step={' or '.join(map(str, near))}" +
         (f", or train.micro_batch_size={' or '.join(map(str, fit))}" if fit else ""))
 
-# %% ../nbs/03_data.ipynb #1add51de
+# %% ../nbs/03_data.ipynb #17c78886
 def story_windows(
     split:TokenSplit, # the row
     seq_len:int, # T [tokens]
@@ -212,7 +215,7 @@ def story_windows(
         "use a longer model.seq_len, or packed evaluation")
     return np.array(starts), np.array(lengths), np.array(stories)
 
-# %% ../nbs/03_data.ipynb #354ce31b
+# %% ../nbs/03_data.ipynb #a30b9be6
 def packed_windows(
     split:TokenSplit, # the row
     seq_len:int, # T [tokens]
@@ -224,7 +227,7 @@ def packed_windows(
     starts = np.arange(take, dtype=np.int64)*have//take*seq_len
     return starts, np.minimum(seq_len, split.n_tokens-1-starts)
 
-# %% ../nbs/03_data.ipynb #860830e3
+# %% ../nbs/03_data.ipynb #56ca2ab5
 class EvalBatches:
     "A fixed list of evaluation batches, read when asked for, the same number on every rank"
     def __init__(self,
@@ -247,7 +250,7 @@ class EvalBatches:
 
     def __iter__(self)->Iterator: return (self[i] for i in range(len(self)))
 
-# %% ../nbs/03_data.ipynb #310102ba
+# %% ../nbs/03_data.ipynb #5f18e295
 def eval_batches(
     split:TokenSplit, # the row
     seq_len:int, # T [tokens]
@@ -263,7 +266,7 @@ def eval_batches(
     starts, lengths = windows(split, seq_len, n_tokens)[:2]
     return EvalBatches(split, starts, lengths, seq_len, micro_batch_size, rank, world_size)
 
-# %% ../nbs/03_data.ipynb #e3c4fe58
+# %% ../nbs/03_data.ipynb #89953a5e
 def eval_floor(
     split:TokenSplit, # its stories' −log p are known, or the answer is None
     seq_len:int, # T [tokens]
@@ -275,7 +278,7 @@ def eval_floor(
     return dict(nats=float(split.story_logp[stories].sum()), targets=int(lengths.sum()),
                 stories=len(stories), left_out=int(stories[-1])+1-len(stories))
 
-# %% ../nbs/03_data.ipynb #a3553a2f
+# %% ../nbs/03_data.ipynb #ff328489
 def count_bytes(
     x, # inputs, (B, T)
     y, # targets, (B, T), −100 where there is none

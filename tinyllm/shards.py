@@ -6,7 +6,7 @@
 __all__ = ['ShardWriter', 'split_key', 'cut_document', 'read_ahead', 'build_aside', 'wanted_meta', 'find_tokens', 'read_meta',
            'prepare_tokens', 'split_rule', 'TokenSplit', 'open_tokens', 'foreign_shards', 'check_ids']
 
-# %% ../nbs/02b_shards.ipynb #12d8d67a
+# %% ../nbs/02b_shards.ipynb #d7a4d5f7
 import contextlib
 import errno
 import fcntl
@@ -30,7 +30,7 @@ from fastcore.basics import patch
 from .config import TinyLLMError
 from .tokenizer import Tokenizer
 
-# %% ../nbs/02b_shards.ipynb #2ccb4df2
+# %% ../nbs/02b_shards.ipynb #7c67da81
 class ShardWriter:
     "Writes the stories of one split into shards `train_000000.bin`, `train_000001.bin`, …"
     def __init__(self,
@@ -65,7 +65,7 @@ def close(self:ShardWriter)->None:
     if self._file: _sync_close(self._file)
     self._file = None
 
-# %% ../nbs/02b_shards.ipynb #0bcad787
+# %% ../nbs/02b_shards.ipynb #fe208dcd
 def _sync_close(file):
     file.flush()
     os.fsync(file.fileno())
@@ -76,7 +76,7 @@ def _sync_folder(folder:Path):
     try: os.fsync(handle)
     finally: os.close(handle)
 
-# %% ../nbs/02b_shards.ipynb #06d08a15
+# %% ../nbs/02b_shards.ipynb #64d563c1
 def split_key(text:str)->float: # in [0, 1)
     "A number that depends on the content alone, not on where the story stands"
     digest = hashlib.blake2b(text.strip().encode(), digest_size=6).digest()
@@ -96,7 +96,7 @@ def cut_document(
         if found >= 0 and end < len(text): return text[:end], text[end:]
     return text[:want], text[want:]
 
-# %% ../nbs/02b_shards.ipynb #dbd4787a
+# %% ../nbs/02b_shards.ipynb #d042c078
 def read_ahead(
     items:Iterable, # read in a background thread
     depth:int=2 # items made before they are asked for
@@ -126,7 +126,7 @@ def read_ahead(
         stop.set()
         thread.join()
 
-# %% ../nbs/02b_shards.ipynb #832490e5
+# %% ../nbs/02b_shards.ipynb #ea4b6ae7
 @contextlib.contextmanager
 def build_aside(
     out_dir:Path # what will be built
@@ -161,7 +161,7 @@ def _remove_dead(out_dir:Path):
                 shutil.rmtree(old, ignore_errors=True)
             finally: os.close(lock)
 
-# %% ../nbs/02b_shards.ipynb #ce7a902e
+# %% ../nbs/02b_shards.ipynb #9cff5209
 def wanted_meta(
     corpus, # has `.name` and `.fingerprint`
     tokenizer:Tokenizer, # cuts the stories
@@ -192,7 +192,7 @@ def find_tokens(
     same = all(meta.get(key) == value for key,value in wanted.items())
     return meta if same and not _damaged(out_dir, meta) else None
 
-# %% ../nbs/02b_shards.ipynb #91b2cf08
+# %% ../nbs/02b_shards.ipynb #0e9bbfa1
 def read_meta(folder:Path)->dict|None:
     "meta.json of a folder of ours, None if it has none"
     try: meta = json.loads((Path(folder)/"meta.json").read_text(encoding="utf-8"))
@@ -209,7 +209,7 @@ def _damaged(folder:Path, meta:dict)->str|None:
                                  f"{shard['file']} has {have} bytes where meta.json says {want}")
     return None
 
-# %% ../nbs/02b_shards.ipynb #641b6fd6
+# %% ../nbs/02b_shards.ipynb #b719eaf8
 def prepare_tokens(
     corpus, # has `.name`, `.kind`, `.fingerprint`, `.documents()`
     tokenizer:Tokenizer, # cuts the stories
@@ -236,7 +236,7 @@ def prepare_tokens(
         f"the token shards cannot be written ({error.strerror})", str(error.filename or out_dir),
         "make room or choose another data.dir") from error
 
-# %% ../nbs/02b_shards.ipynb #0fa1b434
+# %% ../nbs/02b_shards.ipynb #6df27ffd
 def _move_in(aside:Path, out_dir:Path, wanted:dict)->dict|None:
     "Rename `aside` to `out_dir`; if someone has just built the same there, return theirs"
     _sync_folder(aside)
@@ -254,7 +254,7 @@ def _move_in(aside:Path, out_dir:Path, wanted:dict)->dict|None:
         shutil.rmtree(old, ignore_errors=True)
     raise TinyLLMError("others keep writing here", str(out_dir), "run one builder at a time")
 
-# %% ../nbs/02b_shards.ipynb #0be21188
+# %% ../nbs/02b_shards.ipynb #5d81e30d
 def split_rule(
     corpus, # has `.name`, `.kind`, `.documents()`
     fraction:float # share of the stories for validation
@@ -293,7 +293,7 @@ def _batches(items:Iterable, chars:int=1_000_000)->Iterator:
             batch, size = [], 0
     if batch: yield batch
 
-# %% ../nbs/02b_shards.ipynb #2385f826
+# %% ../nbs/02b_shards.ipynb #91db9e6a
 def _write_splits(corpus, tokenizer, folder:Path, wanted:dict, num_threads, progress)->dict:
     "Write the shards of both splits; once more if the rule left a split empty"
     rule = split_rule(corpus, wanted["val_fraction"])
@@ -336,7 +336,7 @@ def _save_logp(folder:Path, val_logp):
         np.save(file, np.array(val_logp))
         _sync_close(file)
 
-# %% ../nbs/02b_shards.ipynb #7a5cfbce
+# %% ../nbs/02b_shards.ipynb #81cc32a4
 class TokenSplit:
     "The shards of one split as one long row of ids"
     def __init__(self,
@@ -357,7 +357,7 @@ class TokenSplit:
     def __repr__(self)->str:
         return f"TokenSplit({self.n_tokens:,} tokens in {len(self.files)} files, {self.dtype})"
 
-# %% ../nbs/02b_shards.ipynb #31e70fb8
+# %% ../nbs/02b_shards.ipynb #e1f0eee7
 @patch
 def read(self:TokenSplit,
     start:int, # position of the first
@@ -395,7 +395,7 @@ def _rows(self:TokenSplit, k:int, starts:np.ndarray, length:int)->np.ndarray: # 
     view = np.lib.stride_tricks.as_strided(ids, (len(ids)-length+1, length), ids.strides*2)
     return view[starts-(self._ends[k]-len(ids))] # row i of the view begins at id i
 
-# %% ../nbs/02b_shards.ipynb #9e27eb04
+# %% ../nbs/02b_shards.ipynb #ddace55b
 @patch
 def where(self:TokenSplit,
     position:int # in the row
@@ -415,7 +415,19 @@ def stories(self:TokenSplit)->Iterator: # (position of its BOS, position of the 
             begin = mark
     if begin is not None: yield begin, self.n_tokens
 
-# %% ../nbs/02b_shards.ipynb #d6f25ccb
+@patch(as_prop=True)
+def fingerprint(self:TokenSplit)->str: # hexadecimal SHA-256
+    "Tells one row of ids from another, wherever it lies; of files not ours by samples of the ids"
+    known = {k: v for k,v in (self.meta or {}).items() if k != "skipped"} # that names paths
+    digest = hashlib.sha256(json.dumps([known, str(self.dtype)], sort_keys=True).encode())
+    for path,ids in zip(self.files, self._maps):
+        digest.update(f"{path.name} {len(ids)} ".encode())
+        if known: continue
+        for at in np.linspace(0, max(0, len(ids)-4096), 64).astype(np.int64).tolist():
+            digest.update(ids[at:at+4096].tobytes())
+    return digest.hexdigest()
+
+# %% ../nbs/02b_shards.ipynb #6080e0fb
 def _map_shard(path:Path, dtype:np.dtype)->np.ndarray:
     try: size = path.stat().st_size
     except OSError: raise TinyLLMError(
@@ -427,7 +439,7 @@ def _map_shard(path:Path, dtype:np.dtype)->np.ndarray:
         "the file is cut or not a token file; prepare it again")
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
-# %% ../nbs/02b_shards.ipynb #a8d6d082
+# %% ../nbs/02b_shards.ipynb #e8fc79f9
 def open_tokens(
     path, # folder of token shards: ours, llama2.c's or nanoGPT's
     split:str, # 'train' or 'val'
@@ -446,7 +458,7 @@ def open_tokens(
     check_ids(out, guess=dtype is None)
     return out
 
-# %% ../nbs/02b_shards.ipynb #31b3ff26
+# %% ../nbs/02b_shards.ipynb #e8dfc50f
 def foreign_shards(
     path:Path, # a folder without meta.json
     split:str # 'train' or 'val'
@@ -463,7 +475,7 @@ def foreign_shards(
         f"no file for the {split} split among {[file.name for file in files]}", str(path),
         "give train.bin and val.bin, or two or more files (the first is for validation)")
 
-# %% ../nbs/02b_shards.ipynb #005865c0
+# %% ../nbs/02b_shards.ipynb #21a3eeda
 def _open_ours(path:Path, split:str, meta:dict, vocab_size, fingerprint)->TokenSplit:
     where = str(path/"meta.json")
     if meta["version"] != 1: raise TinyLLMError(
@@ -483,7 +495,7 @@ def _open_ours(path:Path, split:str, meta:dict, vocab_size, fingerprint)->TokenS
         [path/shard["file"] for shard in meta["shards"][split]], meta["dtype"], meta["vocab_size"],
         meta["bos_id"], np.load(logp) if split == "val" and logp.exists() else None, meta)
 
-# %% ../nbs/02b_shards.ipynb #81ca8991
+# %% ../nbs/02b_shards.ipynb #80bd0c28
 def check_ids(
     split:TokenSplit, # read through once
     guess:bool=True # was the type only assumed?

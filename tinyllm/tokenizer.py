@@ -224,7 +224,10 @@ def save(self:Tokenizer,
     path # of the `.model` file
 )->Path: # the same
     "Write the model file, complete or not at all"
-    return write_atomic(path, self.model_bytes)
+    try: return write_atomic(path, self.model_bytes)
+    except OSError as error: raise TinyLLMError(
+        f"the tokenizer cannot be written ({error.strerror})", str(path),
+        "make room or choose another place") from None
 
 @patch(as_prop=True)
 def lossless(self:Tokenizer)->bool: # for every text but U+2581
@@ -282,9 +285,11 @@ def train_tokenizer(
     verbose:bool=False # let SentencePiece write its log to stderr?
 )->Tokenizer: # with a `report` of what was read
     "Train a byte-fallback BPE on a stream of texts"
+    where = f"corpus {source.split(' ')[0]}" if source else "tokenizer training"
     if not isinstance(vocab_size, int) or vocab_size < 1: raise TinyLLMError(
-        f"tokenizer.vocab_size={vocab_size!r} is no size of a vocabulary",
-        source or "tokenizer training", "use a whole number, say 4096")
+        f"tokenizer.vocab_size={vocab_size!r} is no size of a vocabulary", where,
+        "use a whole number, say 4096")
+    if path is not None: _check_place(Path(path))
     report = dict(documents=0, used=0, empty=0, bytes=0, whole_corpus=True)
     failure, model = [], io.BytesIO()
     feed = _guard(training_sentences(texts, int(train_mb*1e6), report), failure)
@@ -297,7 +302,7 @@ def train_tokenizer(
         minloglevel=0 if verbose else 3)
     except (RuntimeError, TypeError, ValueError) as error:
         if failure: raise failure[0] from None
-        raise _explain(str(error), report, vocab_size, source or "tokenizer training") from None
+        raise _explain(str(error), report, vocab_size, where) from None
     tokenizer = Tokenizer(canonical_model(model.getvalue(), source))
     tokenizer.report = report
     if path is not None: tokenizer.path = tokenizer.save(path)
@@ -310,6 +315,13 @@ def _guard(stream:Iterable, failure:list)->Iterator:
     except BaseException as error:
         failure.append(error)
         raise
+
+def _check_place(path:Path):
+    "Refuse a place that cannot be written before the work, not after it"
+    there = next(p for p in path.absolute().parents if p.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)): raise TinyLLMError(
+        f"the tokenizer cannot be written, {there} is no folder that may be written to", str(path),
+        "choose another data.dir, or see to its permissions")
 
 def _explain(message:str, report:dict, vocab_size, where:str)->TinyLLMError:
     "SentencePiece's message in our words"
