@@ -186,7 +186,7 @@ def memory_estimate(
                  logits=tokens*cfg.vocab_size*(12+4*half))
     return parts | dict(total=sum(parts.values()))
 
-# %% ../nbs/05_model.ipynb #491e5d19
+# %% ../nbs/05_model.ipynb #e167ee90
 def pick_device(
     name:str='auto' # `cpu`, `cuda`, `cuda:1`, `mps`; auto: the best there is
 )->torch.device:
@@ -194,5 +194,5 @@ def pick_device(
     if name == 'auto': name = ('cuda' if torch.cuda.is_available() else
                                'mps' if torch.backends.mps.is_available() else 'cpu')
     try: return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError): raise TinyLLMError(
+    except (RuntimeError, AssertionError, TypeError): raise TinyLLMError(
         f'there is no device {name!r} on this machine', 'device', 'use auto, cpu, cuda or mps') from None

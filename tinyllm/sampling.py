@@ -19,7 +19,7 @@ from .checkpoint import load_model
 from .config import SampleConfig, TinyLLMError
 from .layers import KVCache
 from .model import Transformer, pick_device
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, check_text
 
 # %% ../nbs/11_sampling.ipynb #55c1cb6e
 @contextmanager
@@ -375,6 +375,7 @@ def read_prompt(
     prompt:str # a text; `@PATH` or `FILE:PATH`: a UTF-8 file; `@@…`: a text that begins with @
 )->str:
     "The text to begin with, less the one newline that editors put at a file's end"
+    check_text(prompt, 'sample.prompt')
     if prompt.startswith('@@'): return prompt[1:]
     path = prompt[1:] if prompt.startswith('@') else prompt[5:] if prompt.startswith('FILE:') else None
     if path is None: return prompt
