@@ -10,7 +10,7 @@ __all__ = ['TRAINER_STATE', 'DTYPES', 'MANIFEST', 'PICKLES', 'complete_state', '
            'keep_steps', 'checkpoints', 'point', 'rotate', 'disk_errors', 'save_checkpoint', 'find_checkpoint',
            'in_order', 'loss_of', 'whole', 'load_model', 'load_trainer', 'check_fingerprint', 'lock_run']
 
-# %% ../nbs/08_checkpoint.ipynb #a026fafa
+# %% ../nbs/08_checkpoint.ipynb #7c76c898
 import errno, fcntl, hashlib, json, math, os, random, re, shutil, socket, struct, warnings
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
@@ -23,7 +23,7 @@ from .config import ModelConfig, TinyLLMError
 from .model import Transformer
 from .tokenizer import Tokenizer
 
-# %% ../nbs/08_checkpoint.ipynb #825de2ed
+# %% ../nbs/08_checkpoint.ipynb #1e8a5c26
 TRAINER_STATE = (
     "step",      # optimizer steps finished: learning rate and order of the data follow from it
     "tokens",    # targets learnt from: the position in the data, whatever the batch size [tokens]
@@ -46,7 +46,7 @@ def complete_state(
         "save_checkpoint(trainer=…)", "give every name in TRAINER_STATE (None where unused)")
     return trainer
 
-# %% ../nbs/08_checkpoint.ipynb #ce410317
+# %% ../nbs/08_checkpoint.ipynb #a85c5160
 def rng_state()->dict: # tensors and plain values
     "State of every global random generator: Python, NumPy, PyTorch, each GPU"
     version, ints, gauss = random.getstate()
@@ -69,12 +69,12 @@ def set_rng_state(
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for i, s in enumerate(state["cuda"][:here]): torch.cuda.set_rng_state(s, i)
 
-# %% ../nbs/08_checkpoint.ipynb #284fb220
+# %% ../nbs/08_checkpoint.ipynb #382090d8
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL"}
 
-# %% ../nbs/08_checkpoint.ipynb #6f973b59
+# %% ../nbs/08_checkpoint.ipynb #66e61227
 def tensor_bytes(
     t:torch.Tensor # any shape, device and layout in memory
 )->memoryview: # its numbers in row order
@@ -122,7 +122,7 @@ def read_tensors(
     except (OSError, SafetensorError) as e: raise TinyLLMError(f"cannot be read ({e})", str(path),
         "take another checkpoint of the run, or copy this one again") from None
 
-# %% ../nbs/08_checkpoint.ipynb #1bc63591
+# %% ../nbs/08_checkpoint.ipynb #ba6345a3
 def pack_tree(
     tree # dicts, lists, tuples, tensors, int, float, str, bool, None
 )->tuple: # description for JSON, {name: tensor}
@@ -151,7 +151,7 @@ def pack_tree(
         return name
     return pack(tree, ""), tensors
 
-# %% ../nbs/08_checkpoint.ipynb #6144f80b
+# %% ../nbs/08_checkpoint.ipynb #62e2dfcf
 def unpack_tree(
     spec, # description from `pack_tree`
     tensors:dict # name -> tensor
@@ -166,7 +166,7 @@ def unpack_tree(
     if kind == "dict": return {unpack_tree(k, tensors): unpack_tree(v, tensors) for k, v in value}
     return dict(list=list, tuple=tuple)[kind](unpack_tree(v, tensors) for v in value)
 
-# %% ../nbs/08_checkpoint.ipynb #04387a06
+# %% ../nbs/08_checkpoint.ipynb #dee7c8b2
 def hf_config(
     cfg:ModelConfig, # shape of the model
     tokenizer # whose control ids are noted
@@ -202,7 +202,7 @@ def our_config(
         str(where), "use the version of tinyllm that wrote it, or a newer one")
     return ModelConfig(**ours)
 
-# %% ../nbs/08_checkpoint.ipynb #38a3fb44
+# %% ../nbs/08_checkpoint.ipynb #a0dc4888
 def hf_tokenizer_config(
     cfg:ModelConfig, # for the length of the context
     tokenizer # whose control pieces are named
@@ -215,7 +215,7 @@ def hf_tokenizer_config(
         model_max_length=cfg.seq_len,
         **{f"{k}_token": tokenizer.table[i][0] for k, i in ids.items() if i >= 0})
 
-# %% ../nbs/08_checkpoint.ipynb #bdb061f4
+# %% ../nbs/08_checkpoint.ipynb #9edb72ce
 def unwrap(
     model # perhaps compiled, perhaps in DistributedDataParallel
 )->torch.nn.Module:
@@ -237,7 +237,7 @@ def as_json(x)->list: # chunks for `write_file`
     "A JSON file, readable for people"
     return [(json.dumps(x, indent=1, allow_nan=False) + "\n").encode()]
 
-# %% ../nbs/08_checkpoint.ipynb #2bd0287b
+# %% ../nbs/08_checkpoint.ipynb #1a3379d3
 def write_model(
     folder:Path, # exists
     model:Transformer, # its weights and shape
@@ -273,7 +273,7 @@ def write_trainer(
     if settings.exists(): files["trainer/config.yaml"] = [settings.read_bytes()]
     return {name: write_file(folder/name, chunks) for name, chunks in files.items()}
 
-# %% ../nbs/08_checkpoint.ipynb #07bf459d
+# %% ../nbs/08_checkpoint.ipynb #ae1fcab8
 def load_weights(
     model:Transformer, # is given the weights
     tensors:dict, # name -> tensor
@@ -293,7 +293,7 @@ def load_weights(
     with torch.no_grad():
         for name, t in own.items(): t.copy_(tensors[name])
 
-# %% ../nbs/08_checkpoint.ipynb #0d8c90f6
+# %% ../nbs/08_checkpoint.ipynb #cff497d5
 MANIFEST = "manifest.json"
 
 def fsync_dir(
@@ -318,7 +318,7 @@ def seal(x)->str: # sha256
     "Hash of a JSON value"
     return hashlib.sha256(json.dumps(x, sort_keys=True).encode()).hexdigest()
 
-# %% ../nbs/08_checkpoint.ipynb #692d859a
+# %% ../nbs/08_checkpoint.ipynb #052f9df0
 def commit(
     tmp:Path, # directory with the files of the checkpoint
     final:Path, # its name from now on
@@ -349,7 +349,7 @@ def settle(
         if final.exists(): remove(final)
         p.rename(final)
 
-# %% ../nbs/08_checkpoint.ipynb #e1ecaacb
+# %% ../nbs/08_checkpoint.ipynb #c04197f2
 def read_manifest(
     path # directory of a checkpoint
 )->dict: # step, val_loss, tokenizer, files
@@ -392,7 +392,7 @@ def verify(
             str(Path(path)/name), "take another checkpoint of the run")
     return m
 
-# %% ../nbs/08_checkpoint.ipynb #19053ea0
+# %% ../nbs/08_checkpoint.ipynb #6900e0b4
 def by_loss(
     losses:dict # step -> validation loss, None where not evaluated
 )->list: # steps, best first
@@ -408,7 +408,7 @@ def keep_steps(
     milestones = [s for s in losses if keep_every and s % keep_every == 0]
     return {*sorted(losses)[-2:], *by_loss(losses)[:2], *milestones}
 
-# %% ../nbs/08_checkpoint.ipynb #93c64a5a
+# %% ../nbs/08_checkpoint.ipynb #c2c5ce4e
 def checkpoints(
     path # a run, or its `checkpoints`
 )->dict: # step -> directory, ascending; nothing is said yet about their health
@@ -431,7 +431,7 @@ def point(
     tmp.symlink_to(target.name)
     tmp.replace(link)
 
-# %% ../nbs/08_checkpoint.ipynb #8a5c451e
+# %% ../nbs/08_checkpoint.ipynb #f118d5b3
 def rotate(
     root:Path, # `checkpoints` of a run
     step:int, # has just been saved
@@ -452,7 +452,7 @@ def rotate(
     for s, p in checkpoints(root).items():
         if s > step or s in whole and s not in keep: remove(p)
 
-# %% ../nbs/08_checkpoint.ipynb #345696c6
+# %% ../nbs/08_checkpoint.ipynb #d92420f5
 @contextmanager
 def disk_errors(
     path, # the checkpoint
@@ -465,7 +465,7 @@ def disk_errors(
         raise TinyLLMError(f"{what} ({e.strerror or e})", str(path), "earlier checkpoints are whole; " +
             ("free some space" if full else "check the disk and its permissions")) from e
 
-# %% ../nbs/08_checkpoint.ipynb #5471584a
+# %% ../nbs/08_checkpoint.ipynb #ce164a87
 def save_checkpoint(
     run_dir, # directory of the run
     step:int, # optimizer steps finished
@@ -495,7 +495,7 @@ def save_checkpoint(
         rotate(root, step, keep_every)
     return final
 
-# %% ../nbs/08_checkpoint.ipynb #43580ccf
+# %% ../nbs/08_checkpoint.ipynb #cfbeb301
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".bin")
 
 def find_checkpoint(
@@ -549,7 +549,7 @@ def loss_of(
     try: return read_manifest(path)["val_loss"]
     except TinyLLMError: return None
 
-# %% ../nbs/08_checkpoint.ipynb #2d43cd38
+# %% ../nbs/08_checkpoint.ipynb #cbb3dd86
 def whole(
     path, # a run or a checkpoint
     part:str # 'model' or 'trainer'
@@ -594,7 +594,7 @@ def check_fingerprint(
         f"was trained with another tokenizer ({ours[:12]}) than {tokenizer}", str(path),
         "use the tokenizer.model in the checkpoint, and token shards made with it")
 
-# %% ../nbs/08_checkpoint.ipynb #809e6a0f
+# %% ../nbs/08_checkpoint.ipynb #9ec53243
 _held = set() # descriptors of the locks of this process
 
 @cache # once is enough
@@ -606,7 +606,7 @@ def _forget_locks():
     for fd in _held: os.close(fd)
     _held.clear()
 
-# %% ../nbs/08_checkpoint.ipynb #1e592241
+# %% ../nbs/08_checkpoint.ipynb #c6f97efe
 @contextmanager
 def lock_run(
     run_dir # directory of the run, made if absent

@@ -8,14 +8,14 @@ __all__ = ['PRESETS', 'ALIASES', 'TinyLLMError', 'CorpusConfig', 'TokenizerConfi
            'stories42M', 'stories110M', 'tiny_llama', 'all_settings', 'flatten', 'make_parser', 'check_overrides',
            'write_atomic', 'load_config', 'save_config', 'diff']
 
-# %% ../nbs/00_config.ipynb #107cecf4
+# %% ../nbs/00_config.ipynb #3b96fe8f
 import dataclasses, difflib, linecache, os, re, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
 from jsonargparse import ArgumentError, ArgumentParser, SUPPRESS
 
-# %% ../nbs/00_config.ipynb #7093b41f
+# %% ../nbs/00_config.ipynb #e6cfec35
 class TinyLLMError(Exception):
     "A mistake of the caller's: `what` is wrong, `where`, and how to `fix` it"
     def __init__(self,
@@ -29,7 +29,7 @@ class TinyLLMError(Exception):
         line = ': '.join(o for o in (self.where, self.what) if o)
         return ' '.join((line + (f'; {self.fix}' if self.fix else '')).split())
 
-# %% ../nbs/00_config.ipynb #9eed6f9e
+# %% ../nbs/00_config.ipynb #05bd73b5
 def _check(
     section, # a settings dataclass
     *rules:tuple # (field name, predicate, the rule in words); `None` values are not checked
@@ -42,18 +42,19 @@ def _check(
 
 def _positive(v): return v > 0
 def _not_negative(v): return v >= 0
+def _seed(v): return 0 <= v < 2**32
 def _fraction(v): return 0 <= v < 1
 
-# %% ../nbs/00_config.ipynb #2de4e921
+# %% ../nbs/00_config.ipynb #48c8a133
 @dataclass(frozen=True)
 class CorpusConfig:
     "Where the stories come from"
-    source:str = 'builtin' # `builtin`, `tinystories`, or a file, folder or glob (.json .jsonl .txt, each also .gz)
-    num_stories:int = 60_000 # size of the built-in corpus [stories]
+    source:str = 'builtin' # `builtin`, `tinystories`, file, folder or glob (.json .jsonl .txt .gz)
+    num_stories:int = 25_000 # size of the built-in corpus [stories]
     seed:int = 1 # seed of the built-in corpus
     text_key:str = 'story' # key of the text in a JSON record
-    separator:Optional[str] = None # splits a .txt into documents, e.g. `<|endoftext|>`; none: one document a file
-    on_bad:Literal['error','skip'] = 'error' # a bad record stops the stage, or is skipped and counted
+    separator:Optional[str] = None # splits a .txt, e.g. `<|endoftext|>`; none: one document a file
+    on_bad:Literal['error','skip'] = 'error' # a bad record ends the stage or is skipped and counted
     mirror:Literal['modelscope','huggingface'] = 'modelscope' # where TinyStories is downloaded from
     url:Optional[str] = None # another address of the TinyStories archive
     sha256:Optional[str] = None # expected hash of the archive, checked after the download
@@ -62,7 +63,7 @@ class CorpusConfig:
                ('source', bool, 'a source'), ('separator', bool, 'a non-empty text or none'),
                ('sha256', lambda v: re.fullmatch('[0-9a-f]{64}', v), '64 hexadecimal digits'))
 
-# %% ../nbs/00_config.ipynb #076eeaf8
+# %% ../nbs/00_config.ipynb #f6af8dd2
 @dataclass(frozen=True)
 class TokenizerConfig:
     "The SentencePiece vocabulary"
@@ -70,21 +71,22 @@ class TokenizerConfig:
     vocab_size:int = 4096 # pieces to learn, control and byte pieces included [pieces]
     train_mb:float = 100. # at most this much text is learned from [MB]
     def __post_init__(self):
-        _check(self, ('vocab_size', lambda v: 261 <= v <= 2**31, 'at least 261 (4 control + 256 byte pieces + 1)'),
+        _check(self, ('vocab_size', lambda v: 261 <= v <= 2**31,
+                      'at least 261 (4 control + 256 byte pieces + 1)'),
                ('train_mb', _positive, 'positive'))
 
 @dataclass(frozen=True)
 class DataConfig:
     "Token shards"
     dir:str = 'data' # folder under which corpora, tokenizers and shards are kept
-    tokens:Optional[str] = None # folder of ready token shards to use instead (tinyllm's, llama2.c's or nanoGPT's)
+    tokens:Optional[str] = None # folder of ready shards to use (tinyllm's, llama2.c's or nanoGPT's)
     val_fraction:float = 0.01 # share of the stories kept for validation
     shard_tokens:int = 100_000_000 # size of one shard [tokens]
     def __post_init__(self):
         _check(self, ('val_fraction', lambda v: 0 < v <= 0.5, 'above 0 and at most 0.5'),
                ('shard_tokens', _positive, 'positive'))
 
-# %% ../nbs/00_config.ipynb #47d669a6
+# %% ../nbs/00_config.ipynb #feaa676e
 @dataclass(frozen=True)
 class ModelConfig:
     "Shape of the Llama"
@@ -103,12 +105,14 @@ class ModelConfig:
     init_std:float = 0.02 # standard deviation of fresh weights
     qk_norm:bool = False # RMSNorm on queries and keys
     def __post_init__(self):
-        _check(self, *[(o, _positive, 'positive') for o in ('vocab_size dim n_layers n_heads n_kv_heads '
-               'hidden_dim multiple_of seq_len norm_eps rope_theta init_std').split()],
+        positive = ('vocab_size dim n_layers n_heads n_kv_heads hidden_dim multiple_of seq_len '
+                    'norm_eps rope_theta init_std').split()
+        _check(self, *[(o, _positive, 'positive') for o in positive],
                ('dropout', _fraction, 'at least 0 and below 1'))
         _check(self, ('n_heads', lambda v: self.dim % v == 0 and self.dim//v % 2 == 0,
                       f'such that dim={self.dim} divides into heads of even size'),
-               ('n_kv_heads', lambda v: self.n_heads % v == 0, f'a divisor of n_heads={self.n_heads}'))
+               ('n_kv_heads', lambda v: self.n_heads % v == 0,
+                f'a divisor of n_heads={self.n_heads}'))
     @property
     def head_dim(self)->int: return self.dim//self.n_heads
     @property
@@ -117,7 +121,7 @@ class ModelConfig:
     def ffn_dim(self)->int:
         return self.hidden_dim or -(-int(8*self.dim/3)//self.multiple_of)*self.multiple_of
 
-# %% ../nbs/00_config.ipynb #7f0b5d3f
+# %% ../nbs/00_config.ipynb #201801d0
 @dataclass(frozen=True)
 class OptimConfig:
     "AdamW and its schedule"
@@ -132,10 +136,13 @@ class OptimConfig:
     eps:float = 1e-8 # added to the root of the squared gradient
     grad_clip:float = 1. # largest norm of the gradient; 0: off
     def __post_init__(self):
-        _check(self, ('lr', _positive, 'positive'), ('min_lr', _not_negative, 'at least 0'), ('eps', _positive, 'positive'),
-               ('warmup_steps', _not_negative, 'at least 0'), ('grad_clip', _not_negative, 'at least 0'),
-               ('weight_decay', _not_negative, 'at least 0'), ('decay_fraction', lambda v: 0 < v <= 1, 'above 0, at most 1'),
-               ('beta1', _fraction, 'at least 0 and below 1'), ('beta2', _fraction, 'at least 0 and below 1'))
+        _check(self, ('lr', _positive, 'positive'), ('min_lr', _not_negative, 'at least 0'),
+               ('eps', _positive, 'positive'), ('warmup_steps', _not_negative, 'at least 0'),
+               ('grad_clip', _not_negative, 'at least 0'),
+               ('weight_decay', _not_negative, 'at least 0'),
+               ('decay_fraction', lambda v: 0 < v <= 1, 'above 0, at most 1'),
+               ('beta1', _fraction, 'at least 0 and below 1'),
+               ('beta2', _fraction, 'at least 0 and below 1'))
         _check(self, ('min_lr', lambda v: v <= self.lr, f'at most lr={self.lr}'))
 
 @dataclass(frozen=True)
@@ -150,18 +157,22 @@ class TrainConfig:
     device:str = 'auto' # `cpu`, `cuda`, `cuda:1`, `mps`; auto: the best there is
     threads:Optional[int] = None # CPU threads of PyTorch; none: PyTorch's choice
     seed:int = 1 # of the weights, the dropout and the order of the data
-    eval_every:int = 2000 # an evaluation each so many steps, and one at the end; 0: only at the end [steps]
+    eval_every:int = 2000 # evaluation each so many steps and at the end; 0: only at the end [steps]
     eval_tokens:int = 200_000 # tokens of each split in one evaluation [tokens]
     log_every:int = 10 # a line of the log each so many steps [steps]
-    save_every:int = 1000 # a checkpoint each so many steps, and at the end; 0: only at the end [steps]
+    save_every:int = 1000 # checkpoint each so many steps and at the end; 0: only at the end [steps]
     keep_every:Optional[int] = None # checkpoints at multiples of this are never deleted [steps]
     def __post_init__(self):
-        _check(self, *[(o, _positive, 'positive') for o in ('steps stop_at_step tokens_per_step micro_batch_size threads '
-               'eval_tokens log_every keep_every').split()], ('seed', _not_negative, 'at least 0'),
-               ('eval_every', _not_negative, 'at least 0'), ('save_every', _not_negative, 'at least 0'),
-               ('device', lambda v: re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', v), 'auto, cpu, mps, cuda or cuda:N'))
+        positive = ('steps stop_at_step tokens_per_step micro_batch_size threads '
+                    'eval_tokens log_every keep_every').split()
+        _check(self, *[(o, _positive, 'positive') for o in positive],
+               ('seed', _seed, 'below 2^32'), ('eval_every', _not_negative, 'at least 0'),
+               ('threads', lambda v: v <= 1024, 'at most 1024'),
+               ('save_every', _not_negative, 'at least 0'),
+               ('device', lambda v: re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', v),
+                'auto, cpu, mps, cuda or cuda:N'))
 
-# %% ../nbs/00_config.ipynb #60adcf3c
+# %% ../nbs/00_config.ipynb #62e9a2a3
 @dataclass(frozen=True)
 class RunConfig:
     "Where a run lives"
@@ -186,12 +197,15 @@ class SampleConfig:
     num_samples:int = 3 # stories, told as one batch
     seed:int = 1 # of the draws
     def __post_init__(self):
-        _check(self, ('temperature', _not_negative, 'at least 0'), ('top_k', _not_negative, 'at least 0'),
-               ('top_p', lambda v: 0 <= v <= 1, 'between 0 and 1'), ('min_p', lambda v: 0 <= v <= 1, 'between 0 and 1'),
-               ('repetition_penalty', _positive, 'positive'), ('max_new_tokens', _positive, 'positive'),
-               ('num_samples', _positive, 'positive'), ('seed', _not_negative, 'at least 0'))
+        _check(self, ('temperature', _not_negative, 'at least 0'),
+               ('top_k', _not_negative, 'at least 0'),
+               ('top_p', lambda v: 0 <= v <= 1, 'between 0 and 1'),
+               ('min_p', lambda v: 0 <= v <= 1, 'between 0 and 1'),
+               ('repetition_penalty', _positive, 'positive'),
+               ('max_new_tokens', _positive, 'positive'),
+               ('num_samples', _positive, 'positive'), ('seed', _seed, 'below 2^32'))
 
-# %% ../nbs/00_config.ipynb #0f5f0d48
+# %% ../nbs/00_config.ipynb #8b54e664
 @dataclass(frozen=True)
 class Config:
     "Everything that defines a run"
@@ -204,32 +218,41 @@ class Config:
     run:RunConfig = field(default_factory=RunConfig) # where the run lives
     sample:SampleConfig = field(default_factory=SampleConfig) # stories told during training
     def __post_init__(self):
-        T,n,mb = self.model.seq_len, self.train.tokens_per_step, self.train.micro_batch_size
+        t,T = self.train,self.model.seq_len
+        n,mb = t.tokens_per_step,t.micro_batch_size
         if n % (T*mb):
             near = [k*T*mb for k in (n//(T*mb), n//(T*mb)+1) if k]
-            raise TinyLLMError(f'train.tokens_per_step={n} is not a multiple of micro_batch_size {mb} x seq_len {T}',
+            raise TinyLLMError(f'train.tokens_per_step={n} is not a multiple of '
+                               f'micro_batch_size {mb} x seq_len {T}',
                                'config', f'the nearest that fit: {" and ".join(map(str, near))}')
-        if (self.train.stop_at_step or 0) > self.train.steps: raise TinyLLMError(
-            f'train.stop_at_step={self.train.stop_at_step} lies beyond train.steps={self.train.steps}', 'config', 'lower it')
+        if (t.stop_at_step or 0) > t.steps: raise TinyLLMError(
+            f'train.stop_at_step={t.stop_at_step} lies beyond train.steps={t.steps}',
+            'config', 'lower it')
 
 _SECTION_OF = {f.default_factory:f.name for f in dataclasses.fields(Config)}
 
-# %% ../nbs/00_config.ipynb #29554ffb
+# %% ../nbs/00_config.ipynb #248b2210
 def quickstart()->Config:
     "A laptop CPU, about a minute: the built-in stories"
-    return Config(corpus=CorpusConfig(num_stories=60_000), tokenizer=TokenizerConfig(vocab_size=1024),
-        model=ModelConfig(dim=128, n_layers=4, n_heads=4, seq_len=256),
-        optim=OptimConfig(lr=4e-3, warmup_steps=100),
-        train=TrainConfig(steps=1200, tokens_per_step=4096, micro_batch_size=16, eval_every=300,
-                          eval_tokens=50_000, save_every=300))
+    return Config(
+        corpus=CorpusConfig(num_stories=25_000), tokenizer=TokenizerConfig(vocab_size=1024),
+        model=ModelConfig(dim=192, n_layers=2, n_heads=6, seq_len=256, init_std=0.06),
+        optim=OptimConfig(lr=3e-3, warmup_steps=100, beta2=0.99),
+        train=TrainConfig(steps=3000, tokens_per_step=1024, micro_batch_size=4, eval_every=500,
+                          eval_tokens=30_000, save_every=500,
+                          threads=1))  # more threads wait for each other in products this small
 
-def _stories(dim, n_layers, n_heads, n_kv_heads, seq_len, vocab_size, multiple_of, micro_batch_size)->Config:
+def _stories(
+    dim, n_layers, n_heads, n_kv_heads, seq_len, vocab_size, multiple_of, micro_batch_size
+)->Config:
     "llama2.c's shapes with its trainer's batch and schedule"
-    return Config(corpus=CorpusConfig(source='tinystories'), tokenizer=TokenizerConfig(vocab_size=vocab_size),
+    return Config(
+        corpus=CorpusConfig(source='tinystories'), tokenizer=TokenizerConfig(vocab_size=vocab_size),
         model=ModelConfig(dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads,
                           seq_len=seq_len, multiple_of=multiple_of),
         optim=OptimConfig(lr=5e-4, warmup_steps=1000),
-        train=TrainConfig(steps=100_000, tokens_per_step=131_072, micro_batch_size=micro_batch_size))
+        train=TrainConfig(steps=100_000, tokens_per_step=131_072,
+                          micro_batch_size=micro_batch_size))
 
 def stories260K()->Config:
     "llama2.c's smallest: validation loss 1.297 on TinyStories"
@@ -249,14 +272,16 @@ def stories110M()->Config:
 
 def tiny_llama()->Config:
     "The tiny-llama tutorial: 8.5M parameters on TinyStories"
-    return Config(corpus=CorpusConfig(source='tinystories'), tokenizer=TokenizerConfig(vocab_size=4096),
+    return Config(
+        corpus=CorpusConfig(source='tinystories'), tokenizer=TokenizerConfig(vocab_size=4096),
         model=ModelConfig(dim=288, n_layers=8, n_heads=8, n_kv_heads=4, seq_len=256),
-        optim=OptimConfig(lr=5e-4, warmup_steps=1000), train=TrainConfig(tokens_per_step=8192, micro_batch_size=8))
+        optim=OptimConfig(lr=5e-4, warmup_steps=1000),
+        train=TrainConfig(tokens_per_step=8192, micro_batch_size=8))
 
 PRESETS = {f.__name__.replace('_', '-'):f for f in
            (quickstart, stories260K, stories15M, stories42M, stories110M, tiny_llama)}
 
-# %% ../nbs/00_config.ipynb #ee235423
+# %% ../nbs/00_config.ipynb #4ba32908
 def _comments(
     section:type # a settings dataclass
 )->dict: # {field name: the comment beside it}
@@ -268,9 +293,13 @@ def _comments(
 
 def all_settings()->dict:
     "All settings: `section.key` to (type, default, comment)"
-    return {f'{s.name}.{f.name}':(hints[f.name], f.default, docs.get(f.name, '')) for s in dataclasses.fields(Config)
-            for hints,docs in [(typing.get_type_hints(s.default_factory), _comments(s.default_factory))]
-            for f in dataclasses.fields(s.default_factory)}
+    res = {}
+    for s in dataclasses.fields(Config):
+        section = s.default_factory
+        hints,docs = typing.get_type_hints(section),_comments(section)
+        for f in dataclasses.fields(section):
+            res[f'{s.name}.{f.name}'] = (hints[f.name], f.default, docs.get(f.name, ''))
+    return res
 
 def flatten(
     cfg:Config
@@ -284,28 +313,35 @@ def make_parser(
     own:dict={}, # flags that are no settings: name to help; shown first
     settings:bool=True # with all settings, or bare
 )->ArgumentParser: # knows every `--section.key`; leaves out what was not given
-    "The command line of all settings, made from the dataclasses and the comments beside their fields"
+    "The command line of all settings, made from the dataclasses and their fields' comments"
     p = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
     flags = p.add_argument_group('flags')
-    for name,doc in own.items(): flags.add_argument(f'--{name}', default=SUPPRESS, metavar='', help=doc.replace('%', '%%'))
+    for name,doc in own.items():
+        flags.add_argument(f'--{name}', default=SUPPRESS, metavar='', help=doc.replace('%', '%%'))
     if not settings: return p
     defaults = flatten(quickstart())
-    groups = {s.name:p.add_argument_group(f'{s.name}: {s.default_factory.__doc__}') for s in dataclasses.fields(Config)}
+    groups = {s.name:p.add_argument_group(f'{s.name}: {s.default_factory.__doc__}')
+              for s in dataclasses.fields(Config)}
     for key,(typ,_,doc) in all_settings().items():
         bare = dict(nargs='?', const=True) if typ is bool else {}
         groups[key.split('.')[0]].add_argument(f'--{key}', type=typ, default=SUPPRESS, **bare,
             help=f'{doc} (default: {defaults[key]})'.replace('%', '%%'))
     return p
 
-# %% ../nbs/00_config.ipynb #567de4e2
-ALIASES = dict(batch_size='train.micro_batch_size', max_iters='train.steps', max_steps='train.steps', max_seq_len='model.seq_len',
-    block_size='model.seq_len', learning_rate='optim.lr', warmup_iters='optim.warmup_steps', min_learning_rate='optim.min_lr',
-    gradient_accumulation_steps='train.tokens_per_step', grad_accum='train.tokens_per_step', eval_interval='train.eval_every',
-    eval_iters='train.eval_tokens', log_interval='train.log_every', n_layer='model.n_layers', n_head='model.n_heads',
-    n_embd='model.dim', hidden_size='model.dim', intermediate_size='model.hidden_dim', num_hidden_layers='model.n_layers',
-    num_attention_heads='model.n_heads', num_key_value_heads='model.n_kv_heads', max_position_embeddings='model.seq_len',
-    rms_norm_eps='model.norm_eps', vocab_source='tokenizer.model', out_dir='run.dir', init_from='run.resume',
-    decay_lr='optim.schedule', use_bias='model', save_interval='train.save_every')
+# %% ../nbs/00_config.ipynb #cd743d51
+ALIASES = dict(
+    batch_size='train.micro_batch_size', max_iters='train.steps', max_steps='train.steps',
+    max_seq_len='model.seq_len', block_size='model.seq_len', learning_rate='optim.lr',
+    warmup_iters='optim.warmup_steps', min_learning_rate='optim.min_lr',
+    gradient_accumulation_steps='train.tokens_per_step', grad_accum='train.tokens_per_step',
+    eval_interval='train.eval_every', eval_iters='train.eval_tokens',
+    log_interval='train.log_every', n_layer='model.n_layers', n_head='model.n_heads',
+    n_embd='model.dim', hidden_size='model.dim', intermediate_size='model.hidden_dim',
+    num_hidden_layers='model.n_layers', num_attention_heads='model.n_heads',
+    num_key_value_heads='model.n_kv_heads', max_position_embeddings='model.seq_len',
+    rms_norm_eps='model.norm_eps', vocab_source='tokenizer.model', out_dir='run.dir',
+    init_from='run.resume', decay_lr='optim.schedule', use_bias='model',
+    save_interval='train.save_every')
 
 def _nearest(key:str)->str:
     "A hint for an unknown key"
@@ -320,9 +356,10 @@ def _type_name(typ)->str:
     "int, float, true/false, 'a' or 'b', … or none"
     if typing.get_origin(typ) is Literal: return ' or '.join(typing.get_args(typ))
     args = [o for o in typing.get_args(typ) if o is not types.NoneType]
-    return f'{_type_name(args[0])} or null' if args else {bool:'true or false'}.get(typ, typ.__name__)
+    if args: return f'{_type_name(args[0])} or null'
+    return {bool:'true or false'}.get(typ, typ.__name__)
 
-# %% ../nbs/00_config.ipynb #e7a168c5
+# %% ../nbs/00_config.ipynb #46b1b0e7
 def check_overrides(
     given # {'section.key': value}, or a list of 'section.key=value'
 )->dict: # {'section.key': value of the right type}
@@ -331,22 +368,25 @@ def check_overrides(
         given = {k:v if eq else True for k,eq,v in (o.lstrip('-').partition('=') for o in given)}
     parser,known,res = make_parser(),all_settings(),{}
     for key,value in given.items():
-        if key not in known: raise TinyLLMError(f'{key}={value!r} is not a setting', 'config', _nearest(key))
+        if key not in known:
+            raise TinyLLMError(f'{key}={value!r} is not a setting', 'config', _nearest(key))
         typ = known[key][0]
         optional = types.NoneType in typing.get_args(typ)
-        if value in ('None', 'none', 'null'): value = None
+        if optional and value in ('None', 'none', 'null'): value = None
         section,name = key.split('.')
         try:
             if value is None and not optional: raise ArgumentError(None, 'none')
-            if value is not None: value = vars(parser.parse_object({section:{name:value}})[section])[name]
+            if value is not None:
+                value = vars(parser.parse_object({section:{name:value}})[section])[name]
         except (ArgumentError, TypeError): raise TinyLLMError(
-            f'{key}={value!r} is not of type {_type_name(typ)}', 'config', f'it is the {known[key][2]}') from None
+            f'{key}={value!r} is not of type {_type_name(typ)}', 'config',
+            f'{key}: {known[key][2]}') from None
         if isinstance(value, float) and not abs(value) < float('inf'):
             raise TinyLLMError(f'{key}={value!r} is not a finite number', 'config')
         res[key] = value
     return res
 
-# %% ../nbs/00_config.ipynb #2d3d5e92
+# %% ../nbs/00_config.ipynb #91b46b1b
 def write_atomic(
     path, # destination; its folder is made
     data:bytes # the whole content
@@ -364,7 +404,7 @@ def write_atomic(
     finally: aside.unlink(missing_ok=True)
     return path
 
-# %% ../nbs/00_config.ipynb #08821d4f
+# %% ../nbs/00_config.ipynb #cb1f74c0
 def load_config(
     preset:Optional[str]=None, # a name from `PRESETS`; none: `quickstart`
     file=None, # a YAML file of sections
@@ -372,7 +412,8 @@ def load_config(
 )->Config:
     "Settings from a preset, a file and single overrides; later wins"
     name = preset or 'quickstart'
-    if name not in PRESETS: raise TinyLLMError(f'there is no preset {name!r}', '--preset', f'one of: {", ".join(PRESETS)}')
+    if name not in PRESETS: raise TinyLLMError(
+        f'there is no preset {name!r}', '--preset', f'one of: {", ".join(PRESETS)}')
     flat = flatten(PRESETS[name]())
     if file is not None: flat.update(check_overrides(_read_yaml(file)))
     flat.update(check_overrides(overrides))
@@ -385,11 +426,14 @@ def _read_yaml(file)->dict:
     "The flat settings in a YAML file"
     import yaml
     try: tree = yaml.safe_load(Path(file).read_text(encoding='utf-8')) or {}
-    except OSError as e: raise TinyLLMError(f'cannot be read ({e.strerror})', str(file), 'give an existing YAML file') from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e: raise TinyLLMError(f'is not YAML ({e})', str(file), 'mend the file') from None
+    except OSError as e: raise TinyLLMError(
+        f'cannot be read ({e.strerror})', str(file), 'give an existing YAML file') from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e: raise TinyLLMError(
+        f'is not YAML ({e})', str(file), 'mend the file') from None
     sections = [s.name for s in dataclasses.fields(Config)]
     if not isinstance(tree, dict) or any(not isinstance(v, dict) for v in tree.values()):
-        raise TinyLLMError('must hold sections with settings', str(file), f'sections are: {", ".join(sections)}')
+        raise TinyLLMError('must hold sections with settings', str(file),
+                           f'sections are: {", ".join(sections)}')
     return {f'{s}.{k}':v for s,d in tree.items() for k,v in d.items()}
 
 def save_config(
@@ -398,9 +442,10 @@ def save_config(
 ):
     "Write the effective settings as YAML that `load_config` reads back"
     import yaml
-    write_atomic(path, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True).encode())
+    tree = dataclasses.asdict(cfg)
+    write_atomic(path, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode())
 
-# %% ../nbs/00_config.ipynb #c68f9adb
+# %% ../nbs/00_config.ipynb #d8338e26
 def diff(
     a:Config, # settings before
     b:Config # settings after

@@ -7,7 +7,7 @@ __all__ = ['MAGIC', 'NO_ADDRESS', 'MANIFEST', 'MIRRORS', 'write_json', 'read_not
            'sha256_of', 'note_of', 'download', 'BadArchive', 'unpack_tar', 'slug', 'tinystories_paths',
            'fetch_tinystories']
 
-# %% ../nbs/01a_download.ipynb #d470cfff
+# %% ../nbs/01a_download.ipynb #8a3572f8
 import errno, fcntl, gzip, hashlib, json, os, re, shutil, tarfile, time, zlib
 import requests
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from tqdm.auto import tqdm
 from .config import TinyLLMError
 
-# %% ../nbs/01a_download.ipynb #eb986acb
+# %% ../nbs/01a_download.ipynb #043de6ac
 def write_json(
     path:Path, # where to; its folder is made if need be
     value # anything that JSON can hold
@@ -36,7 +36,7 @@ def read_note(path:Path)->dict|None:
     except (OSError, ValueError): return None
     return note if isinstance(note, dict) else None
 
-# %% ../nbs/01a_download.ipynb #0657fd8e
+# %% ../nbs/01a_download.ipynb #17bb321b
 def disk_error(e:OSError, path)->TinyLLMError:
     "An error of the operating system, in one line"
     fix = ('make room, then run again: it goes on where it stopped' if e.errno == errno.ENOSPC
@@ -52,7 +52,7 @@ def lock(
     except BlockingIOError: raise TinyLLMError(
         'another process is at work on it', str(path), 'wait for it to finish')
 
-# %% ../nbs/01a_download.ipynb #77b2ca87
+# %% ../nbs/01a_download.ipynb #31517959
 def announced(
     response # of `requests`, with its history of redirects
 )->dict: # `size` [bytes], `sha256`, `etag`; `None` where the server does not say
@@ -66,7 +66,7 @@ def announced(
     return dict(size=int(size) if size and size.isdigit() else None, etag=last.get('etag'),
                 sha256=next((o for o in marks if re.fullmatch('[0-9a-f]{64}', o)), None))
 
-# %% ../nbs/01a_download.ipynb #46b6a0a5
+# %% ../nbs/01a_download.ipynb #9510a89c
 MAGIC = {'.gz':b'\x1f\x8b', '.tgz':b'\x1f\x8b', '.bz2':b'BZh', '.xz':b'\xfd7zXZ\0'} # first bytes
 
 def _refuse_status(response, url:str):
@@ -84,7 +84,7 @@ def _refuse_page(block:bytes, kind:str, magic:bytes, url:str):
     raise TinyLLMError(f'{what} came instead of the file, beginning with {block[:20]!r}', url,
                        'check the address in a browser, or try the other corpus.mirror')
 
-# %% ../nbs/01a_download.ipynb #7b6a1f33
+# %% ../nbs/01a_download.ipynb #5f3e3f6b
 def _refuse_promise(told:dict, expect:dict, have:int, folder:Path, url:str):
     "Refuse before the download what would be refused after it"
     for key in ('size', 'sha256'):
@@ -111,7 +111,7 @@ def _refuse_result(part:Path, note:dict, expect:dict, url:str)->dict:
                                'run again for a fresh download, or correct what you expect')
     return note | real
 
-# %% ../nbs/01a_download.ipynb #085133f6
+# %% ../nbs/01a_download.ipynb #9acbe0eb
 def _attempt(
     url:str, f, # address; the open .part file
     note:dict, # what is known of the file: url, size, etag, sha256; updated
@@ -140,7 +140,7 @@ def _attempt(
             block = next(blocks, b'')
         if told['size'] and f.tell() < told['size']: raise requests.ConnectionError('cut off')
 
-# %% ../nbs/01a_download.ipynb #eaa6098e
+# %% ../nbs/01a_download.ipynb #146e22c0
 def _ask(have:int, note:dict)->dict: # headers
     "Ask for what is missing, on condition that the file has not changed"
     headers,etag = {'Accept-Encoding':'identity', 'User-Agent':'tinyllm'},note.get('etag') or 'W/'
@@ -155,7 +155,7 @@ def _refuse_change(response, told:dict, note:dict, have:int, f):
         f.truncate(0)
         raise requests.ConnectionError('the file has changed on the server')
 
-# %% ../nbs/01a_download.ipynb #da25a658
+# %% ../nbs/01a_download.ipynb #e3fe20a7
 NO_ADDRESS = (requests.exceptions.InvalidURL, requests.exceptions.MissingSchema,
               requests.exceptions.InvalidSchema)
 
@@ -179,7 +179,7 @@ def _persist(
                 'run again to go on from there, or try the other corpus.mirror')
             time.sleep(backoff*2**(failures-1))
 
-# %% ../nbs/01a_download.ipynb #c2f3e4a6
+# %% ../nbs/01a_download.ipynb #54fa8b78
 def _reason(e:Exception)->str:
     "A short name for what happened"
     response = getattr(e, 'response', None)
@@ -206,7 +206,7 @@ def _drop_useless(dest:Path, part:Path):
     if not dest.exists() and not (part.exists() and part.stat().st_size):
         for o in (part, note_of(dest)): o.unlink(missing_ok=True)
 
-# %% ../nbs/01a_download.ipynb #785dccfc
+# %% ../nbs/01a_download.ipynb #0c4800be
 def download(
     url:str, # where from
     dest:Path, # where to; it is there only when it is complete
@@ -235,7 +235,7 @@ def download(
             finally: _drop_useless(dest, part)
     except OSError as e: raise disk_error(e, dest)
 
-# %% ../nbs/01a_download.ipynb #92cb422e
+# %% ../nbs/01a_download.ipynb #0a4ce051
 def _fetch(url, f, note_path, expect, retries, backoff, timeout, progress)->dict:
     "Bring the open .part file to its end"
     note = read_note(note_path) or {}
@@ -250,7 +250,7 @@ def _fetch(url, f, note_path, expect, retries, backoff, timeout, progress)->dict
     os.fsync(f.fileno())
     return note
 
-# %% ../nbs/01a_download.ipynb #37e70d04
+# %% ../nbs/01a_download.ipynb #6bac65ec
 MANIFEST = 'source.json' # beside the files that were unpacked
 
 class BadArchive(TinyLLMError):
@@ -265,7 +265,7 @@ def _refuse_member(member:tarfile.TarInfo, archive:Path):
     raise BadArchive(f'member {member.name!r} {what}', str(archive),
                      'do not trust this archive; nothing of it was kept')
 
-# %% ../nbs/01a_download.ipynb #74af3242
+# %% ../nbs/01a_download.ipynb #06f4165f
 def _unpack_into(archive:Path, folder:Path, progress:bool)->int:
     "Unpack all members; give the number of files"
     n,total = 0,archive.stat().st_size
@@ -301,7 +301,7 @@ def unpack_tar(
     except OSError as e: raise disk_error(e, dest)
     finally: shutil.rmtree(aside, ignore_errors=True)
 
-# %% ../nbs/01a_download.ipynb #859ddc38
+# %% ../nbs/01a_download.ipynb #715b944e
 MIRRORS = {
     'modelscope':'https://www.modelscope.cn/datasets/AI-ModelScope/TinyStories/resolve/master/'
                  'TinyStories_all_data.tar.gz',
@@ -322,7 +322,7 @@ def tinystories_paths(
     name = f'{slug(archive.split(".")[0])}-{hashlib.sha256(url.encode()).hexdigest()[:8]}'
     return data_dir/name, data_dir/f'{name}-{archive}'
 
-# %% ../nbs/01a_download.ipynb #b55f74f4
+# %% ../nbs/01a_download.ipynb #76aaac28
 def fetch_tinystories(
     data_dir:Path, # root of artefacts
     mirror:str='modelscope', # one of `MIRRORS`
@@ -358,7 +358,7 @@ def _fetch_and_unpack(url, archive, folder, sha256, keep_archive, kwargs):
             'it was removed: run again to download it anew, or try the other corpus.mirror')
     if not (brought or keep_archive): _remove(archive)
 
-# %% ../nbs/01a_download.ipynb #da8ff836
+# %% ../nbs/01a_download.ipynb #364f1e3b
 def _remove(archive:Path):
     "Remove an archive that has served, or is no good"
     for o in (archive, note_of(archive)): o.unlink(missing_ok=True)

@@ -7,18 +7,19 @@ __all__ = ['log', 'FIXED', 'FREE', 'COMMON', 'JSON', 'STAGES', 'TIMES', 'prepare
            'prepare', 'provenance', 'build', 'train_events', 'stop_on_signal', 'train', 'summary', 'dry_run', 'Stage',
            'run_corpus', 'run_tokenizer', 'run_data', 'run_train', 'run_sample', 'run_plot', 'main', 'comparable']
 
-# %% ../nbs/13_launch.ipynb #0772028d
-import contextlib, dataclasses, itertools, json, logging, os, platform, signal, subprocess, sys, time
+# %% ../nbs/13_launch.ipynb #2b466bed
+import contextlib, dataclasses, itertools, json, logging
+import os, platform, signal, subprocess, sys, time, warnings
 from pathlib import Path
 from typing import Callable, Iterator, Optional
 from . import __version__
-from .config import Config, PRESETS, SampleConfig, TinyLLMError
-from .config import all_settings, check_overrides, diff, flatten, load_config, make_parser, save_config
+from .config import Config, PRESETS, SampleConfig, TinyLLMError, all_settings
+from .config import check_overrides, diff, flatten, load_config, make_parser, save_config
 
-# %% ../nbs/13_launch.ipynb #78c5ec2b
+# %% ../nbs/13_launch.ipynb #7640bd3f
 log = logging.getLogger('tinyllm')
 
-# %% ../nbs/13_launch.ipynb #920b5c86
+# %% ../nbs/13_launch.ipynb #9d909424
 def prepare_corpus(
     cfg:Config
 ): # a `Corpus`
@@ -43,11 +44,12 @@ def prepare_tokenizer(
 def _survey(
     corpus # from `prepare_corpus`
 ):
-    "Read files through once, which takes a fiftieth of encoding them, so that a bad record is met before long work"
+    "Read files once, a fiftieth of the work of encoding them, so that bad records are met early"
     from tinyllm.corpus import corpus_summary
     if corpus.kind == 'builtin': return log.info(f'corpus: {corpus.n_documents:,} built-in stories')
     found = corpus_summary(corpus)
-    log.info('corpus: {documents:,} documents, {bytes:,} bytes'.format(**found) + (f', {found["skipped"]:,} bad records left out' if found['skipped'] else ''))
+    left_out = f', {found["skipped"]:,} bad records left out' if found['skipped'] else ''
+    log.info('corpus: {documents:,} documents, {bytes:,} bytes'.format(**found) + left_out)
 
 def prepare_data(
     cfg:Config,
@@ -61,7 +63,8 @@ def prepare_data(
     out = Path(d.dir)/corpus.name/f'tok{tokenizer.vocab_size}-{tokenizer.fingerprint[:8]}'
     if not out.exists(): log.info(f'data: cutting stories into tokens -> {out}')
     with tqdm(unit='B', unit_scale=True, leave=False, disable=None) as bar:
-        prepare_tokens(corpus, tokenizer, out, val_fraction=d.val_fraction, shard_tokens=d.shard_tokens,
+        prepare_tokens(corpus, tokenizer, out, val_fraction=d.val_fraction,
+                       shard_tokens=d.shard_tokens,
                        progress=lambda stories,n_bytes,tokens: bar.update(n_bytes-bar.n))
     return out
 
@@ -71,47 +74,62 @@ def prepare(
     "Whatever is missing before training can start"
     from tinyllm.tokenizer import Tokenizer
     if cfg.data.tokens:
-        if not cfg.tokenizer.model: raise TinyLLMError(f'data.tokens={cfg.data.tokens!r} needs the tokenizer that made the tokens',
-                                                       'tokenizer.model', 'give its .model file')
+        if not cfg.tokenizer.model: raise TinyLLMError(
+            f'data.tokens={cfg.data.tokens!r} needs the tokenizer that made the tokens',
+            'tokenizer.model', 'give its .model file')
         return Tokenizer(cfg.tokenizer.model),Path(cfg.data.tokens)
     corpus = prepare_corpus(cfg)
     tokenizer = prepare_tokenizer(cfg, corpus)
     return tokenizer,prepare_data(cfg, corpus, tokenizer)
 
-# %% ../nbs/13_launch.ipynb #57b1c5fc
-FIXED = ('corpus.', 'tokenizer.', 'data.', 'model.')  # what a resumed run may not change
-FREE = ('data.dir', 'run.', 'sample.', 'train.stop_at_step', 'train.threads', 'train.log_every', 'corpus.mirror')
+# %% ../nbs/13_launch.ipynb #07f4484d
+FIXED = ('corpus.', 'tokenizer.', 'data.', 'model.', 'train.tokens_per_step', 'train.seed')
+FREE = ('data.dir', 'run.', 'sample.', 'train.stop_at_step', 'train.threads', 'train.log_every',
+        'corpus.mirror')
 
 def _may_enter(
     cfg:Config, # the settings asked for
     run:Path # the run directory
 )->Optional[int]: # step of the newest checkpoint, None where nothing was saved
     "Refuse a run directory that these settings do not belong to"
-    from tinyllm.checkpoint import checkpoints
-    if not (run/'config.yaml').exists(): return None
+    from tinyllm.checkpoint import checkpoints, find_checkpoint
+    saved = checkpoints(run)
+    if not saved: return None  # nothing that could be lost
+    step = max(saved)
+    if not (run/'config.yaml').exists(): raise TinyLLMError(
+        'there are checkpoints but no config.yaml', str(run),
+        f'copy {saved[step]}/trainer/config.yaml there, or choose another --run.name')
     before = load_config(file=run/'config.yaml')
-    changed = {k:v for k,v in diff(before, cfg).items() if not k.startswith(FREE) and not (k == 'model.vocab_size' and v[1] is None)}
+    changed = {k:v for k,v in diff(before, cfg).items()
+               if not k.startswith(FREE) and not (k == 'model.vocab_size' and None in v)}
     fixed = [f'{k} was {a!r}, is {b!r}' for k,(a,b) in changed.items() if k.startswith(FIXED)]
-    if fixed: raise TinyLLMError(f'the run was made with other settings: {", ".join(fixed)}', str(run), 'choose another --run.name')
-    step = max(checkpoints(run), default=None)
-    done = (step or 0) >= cfg.train.steps
-    if cfg.run.resume and changed: log.info('changed: ' + ', '.join(f'{k} {a} -> {b}' for k,(a,b) in changed.items()))
+    if fixed: raise TinyLLMError(f'the run was made with other settings: {", ".join(fixed)}',
+                                 str(run), 'choose another --run.name')
+    if cfg.run.resume and step >= cfg.train.steps: step = _step_of(find_checkpoint(run))
+    done = step >= cfg.train.steps
+    if cfg.run.resume and changed:
+        log.info('changed: ' + ', '.join(f'{k} {a} -> {b}' for k,(a,b) in changed.items()))
     if cfg.run.resume or done and not changed: return step
-    what = f'there is a finished run with other settings ({", ".join(changed)})' if done else f'there is an unfinished run, at step {step or 0} of {before.train.steps}'
+    what = (f'there is a finished run with other settings ({", ".join(changed)})' if done else
+            f'there is an unfinished run, at step {step} of {before.train.steps}')
     raise TinyLLMError(what, str(run), 'add --resume to go on, or choose another --run.name')
 
-# %% ../nbs/13_launch.ipynb #93c03b23
+# %% ../nbs/13_launch.ipynb #cc2dee67
 def provenance()->dict:
     "What else had an influence: versions, commit, machine"
     import numpy, sentencepiece, tinyllm, torch
+    folder = str(Path(tinyllm.__file__).parent)
     def git(*args):
-        done = subprocess.run(['git', '-C', str(Path(tinyllm.__file__).parent), *args], capture_output=True, text=True)
+        done = subprocess.run(['git', '-C', folder, *args], capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
     try: commit = git('rev-parse', 'HEAD') and git('describe', '--always', '--dirty')
     except OSError: commit = None  # no git on this machine
-    return dict(tinyllm=__version__, commit=commit, python=platform.python_version(), torch=torch.__version__, numpy=numpy.__version__,
-                sentencepiece=sentencepiece.__version__, threads=torch.get_num_threads(), machine=platform.machine(),
-                system=platform.system(), processor=_processor(), device=torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu')
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'
+    return dict(tinyllm=__version__, commit=commit, python=platform.python_version(),
+                torch=torch.__version__, numpy=numpy.__version__,
+                sentencepiece=sentencepiece.__version__, threads=torch.get_num_threads(),
+                machine=platform.machine(), system=platform.system(), processor=_processor(),
+                device=device)
 
 def _processor()->str:
     "The processor's name"
@@ -120,7 +138,7 @@ def _processor()->str:
             if line.startswith('model name'): return line.split(':')[1].strip()
     return platform.processor()
 
-# %% ../nbs/13_launch.ipynb #2f2cbf15
+# %% ../nbs/13_launch.ipynb #e2fd0187
 def build(
     cfg:Config, # with `model.vocab_size` set
     checkpoint:Optional[Path]=None # to go on from
@@ -133,14 +151,15 @@ def build(
     if cfg.train.threads: torch.set_num_threads(cfg.train.threads)
     device = pick_device(cfg.train.device)
     dtype,why = resolve_dtype(cfg.train.dtype, device)
-    log.info(f'device {device}, {str(dtype).removeprefix("torch.")} ({why}), {torch.get_num_threads()} threads')
+    log.info(f'device {device}, {str(dtype).removeprefix("torch.")} ({why}), '
+             f'{torch.get_num_threads()} threads')
     for seed in (random.seed, numpy.random.seed, torch.manual_seed): seed(cfg.train.seed)
     model = load_model(checkpoint, device)[0] if checkpoint else Transformer(cfg.model).to(device)
     state = TrainState(cfg, model, device, dtype)
     if checkpoint: state.load_state_dict(load_trainer(checkpoint))
     return state
 
-# %% ../nbs/13_launch.ipynb #047d8b46
+# %% ../nbs/13_launch.ipynb #c0b24085
 def _step_of(checkpoint:Path)->int:
     "The step that a checkpoint's folder is named after"
     return int(Path(checkpoint).resolve().name.split('-')[1])
@@ -152,20 +171,23 @@ def _place(path, run:Path)->str:
 def _with_vocab(cfg:Config, tokenizer)->Config:
     "Settings with the embedding sized after the tokenizer, unless its size was given"
     n = cfg.model.vocab_size or tokenizer.vocab_size
-    if n < tokenizer.vocab_size: raise TinyLLMError(f'{n} is smaller than the tokenizer, which has {tokenizer.vocab_size} pieces',
-                                                    'model.vocab_size', 'leave it out')
+    if n < tokenizer.vocab_size: raise TinyLLMError(
+        f'{n} is smaller than the tokenizer, which has {tokenizer.vocab_size} pieces',
+        'model.vocab_size', 'leave it out')
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=n))
 
 def _open_splits(tokens:Path, tokenizer)->dict:
     "Both splits of the shards, checked against the tokenizer"
     from tinyllm.data import open_tokens
-    return {s:open_tokens(tokens, s, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint, bos_id=tokenizer.bos_id)
-            for s in ('train', 'val')}
+    checks = dict(vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint,
+                  bos_id=tokenizer.bos_id)
+    return {s:open_tokens(tokens, s, **checks) for s in ('train', 'val')}
 
 @contextlib.contextmanager
 def _log_file(path:Path):
     "What people are told is kept in the run's `log.txt` as well"
     handler = logging.FileHandler(path, encoding='utf-8')
+    handler.handleError = lambda record: None  # a full disk must not end a run for want of a line
     handler.setFormatter(logging.Formatter('%(asctime)s %(message)s'))
     log.addHandler(handler)
     try: yield
@@ -173,27 +195,47 @@ def _log_file(path:Path):
         log.removeHandler(handler)
         handler.close()
 
-# %% ../nbs/13_launch.ipynb #7f5ebdd0
+# %% ../nbs/13_launch.ipynb #b6bc1199
 def _evaluator(
     cfg:Config,
     splits:dict, # 'train' and 'val' to their tokens
-    tokenizer,
-    state # the `TrainState` to evaluate
-)->Callable: # () -> train_loss, val_loss, val_bits_per_byte, and the floor where it is known
+    tokenizer
+)->Callable: # (TrainState) -> train_loss, val_loss, val_bits_per_byte, and the floor if known
     "Evaluation on the same windows of both splits each time"
     from tinyllm.data import eval_batches, eval_floor
     from tinyllm.metrics import bits_per_byte
     from tinyllm.training import evaluate
     t,T = cfg.train,cfg.model.seq_len
-    floor = eval_floor(splits['val'], T, t.eval_tokens)
-    sets = {s:eval_batches(split, T, t.eval_tokens, t.micro_batch_size, align='bos' if floor else 'packed')
+    try: floor = eval_floor(splits['val'], T, t.eval_tokens)
+    except TinyLLMError:  # of stories longer than the context
+        floor = log.info(f'no story fits model.seq_len={T}: evaluation goes without a floor')
+    align = 'bos' if floor else 'packed'
+    sets = {s:eval_batches(split, T, t.eval_tokens, t.micro_batch_size, align=align)
             for s,split in splits.items()}
-    def losses():
-        train,val = (evaluate(state.model, sets[s], tokenizer.token_bytes, tokenizer.bos_id, state.autocast) for s in ('train', 'val'))
-        res = dict(train_loss=train['loss'], val_loss=val['loss'], val_bits_per_byte=val['bits_per_byte'])
-        if floor: res.update(floor_loss=floor['nats']/floor['targets'], floor_bits_per_byte=bits_per_byte(floor['nats'], val['n_bytes']))
+    def losses(state):
+        train,val = (evaluate(state.model, sets[s], tokenizer.token_bytes, tokenizer.bos_id,
+                              state.autocast) for s in ('train', 'val'))
+        res = dict(train_loss=train['loss'], val_loss=val['loss'],
+                   val_bits_per_byte=val['bits_per_byte'])
+        if floor: res.update(floor_loss=floor['nats']/floor['targets'],
+                             floor_bits_per_byte=bits_per_byte(floor['nats'], val['n_bytes']))
         return res
     return losses
+
+def _parts(
+    cfg:Config,
+    splits:dict, # 'train' and 'val' to their tokens
+    tokenizer
+)->tuple: # batches, evaluator, {is it the end?: teller of stories}
+    "What can be refused before a run is entered"
+    from tinyllm.data import StepBatches
+    from tinyllm.sampling import story_sampler
+    t = cfg.train
+    batches = StepBatches(splits['train'], cfg.model.seq_len, t.tokens_per_step,
+                          t.micro_batch_size, seed=t.seed)
+    few = dataclasses.replace(cfg.sample, num_samples=1)  # one story on the way, all at the end
+    tellers = {False:story_sampler(tokenizer, few), True:story_sampler(tokenizer, cfg.sample)}
+    return batches,_evaluator(cfg, splits, tokenizer),tellers
 
 def _loop(
     cfg:Config,
@@ -201,28 +243,28 @@ def _loop(
     splits:dict, # 'train' and 'val' to their tokens
     tokenizer,
     run:Path, # the run directory
+    parts:tuple, # from `_parts`
     stopping:Callable
 )->Iterator[dict]: # events
     "`fit`, wired"
     import torch
     from tinyllm.checkpoint import save_checkpoint
-    from tinyllm.data import StepBatches
     from tinyllm.metrics import peak_flops
     from tinyllm.model import flops_per_token
-    from tinyllm.sampling import story_sampler
     from tinyllm.training import fit
     t,T = cfg.train,cfg.model.seq_len
-    def save(val_loss): return _place(save_checkpoint(run, state.step, state.model, tokenizer, state.state_dict(),
-                                                      val_loss=val_loss, keep_every=t.keep_every), run)
-    def stories():
-        n = cfg.sample.num_samples if state.step >= t.steps else 1
-        return story_sampler(tokenizer, dataclasses.replace(cfg.sample, num_samples=n))(state.model)
-    device = torch.cuda.get_device_name(state.device) if state.device.type == 'cuda' else None
-    return fit(state, StepBatches(splits['train'], T, t.tokens_per_step, t.micro_batch_size, seed=t.seed),
-               _evaluator(cfg, splits, tokenizer, state), stories, save, stopping,
-               flops_per_token=flops_per_token(cfg.model, T), peak=peak_flops(device, state.dtype))
+    batches,losses,tellers = parts
+    def save(val_loss):
+        trainer = state.state_dict() | dict(data=splits['train'].fingerprint)
+        path = save_checkpoint(run, state.step, state.model, tokenizer, trainer,
+                               val_loss=val_loss, keep_every=t.keep_every)
+        return _place(path, run)
+    def stories(): return tellers[state.step >= t.steps](state.model)
+    gpu = torch.cuda.get_device_name(state.device) if state.device.type == 'cuda' else None
+    return fit(state, batches, lambda: losses(state), stories, save, stopping,
+               flops_per_token=flops_per_token(cfg.model, T), peak=peak_flops(gpu, state.dtype))
 
-# %% ../nbs/13_launch.ipynb #529a3b87
+# %% ../nbs/13_launch.ipynb #a5558197
 def train_events(
     cfg:Config, # the run's settings
     stopping:Callable=lambda: False # asked after each step whether to end early
@@ -231,34 +273,56 @@ def train_events(
     from tinyllm.checkpoint import find_checkpoint, lock_run
     from tinyllm.metrics import MetricsLog
     from tinyllm.model import pick_device
+    from tinyllm.sampling import read_prompt
     run,t = Path(cfg.run.dir)/cfg.run.name,cfg.train
     pick_device(t.device)
-    if (_may_enter(cfg, run) or 0) >= t.steps: return log.info(f'{run} is up to date: all {t.steps} steps are done')
+    read_prompt(cfg.sample.prompt)
+    if (_may_enter(cfg, run) or 0) >= t.steps:
+        return log.info(f'{run} is up to date: all {t.steps} steps are done')
     tokenizer,tokens = prepare(cfg)
     cfg,splits = _with_vocab(cfg, tokenizer),_open_splits(tokens, tokenizer)
+    parts = _parts(cfg, splits, tokenizer)
     with lock_run(run), _log_file(run/'log.txt'):
         checkpoint = find_checkpoint(run) if _may_enter(cfg, run) is not None else None
+        if checkpoint: _belongs(checkpoint, cfg, tokenizer, splits)
         state = build(cfg, checkpoint)
         save_config(cfg, run/'config.yaml')
         tokenizer.save(run/'tokenizer.model')
-        if not checkpoint: (run/'metrics.jsonl').unlink(missing_ok=True)  # of a run that ended before it saved
-        with MetricsLog(run/'metrics.jsonl', tensorboard=run/'tensorboard' if cfg.run.tensorboard else None) as rows:
+        if not checkpoint:  # a log found here is of a run that ended before it saved
+            (run/'metrics.jsonl').unlink(missing_ok=True)
+        tensorboard = run/'tensorboard' if cfg.run.tensorboard else None
+        with MetricsLog(run/'metrics.jsonl', tensorboard=tensorboard) as rows:
             if checkpoint: _complete(rows, state, run, checkpoint)
-            yield rows.write('resume' if checkpoint else 'start', state.step, state.tokens, **provenance())
-            for event in _loop(cfg, state, splits, tokenizer, run, stopping):
-                yield event if event['event'] == 'stop' else rows.write(**event)  # an unbroken run has no stop
+            began = 'resume' if checkpoint else 'start'
+            yield rows.write(began, state.step, state.tokens, **provenance())
+            for event in _loop(cfg, state, splits, tokenizer, run, parts, stopping):
+                # an unbroken run has no stop
+                yield event if event['event'] == 'stop' else rows.write(**event)
+
+def _belongs(checkpoint:Path, cfg:Config, tokenizer, splits:dict):
+    "Refuse to go on with a tokenizer, tokens or a shape other than the run began with"
+    from tinyllm.checkpoint import check_fingerprint, load_trainer, our_config
+    check_fingerprint(checkpoint, tokenizer)
+    file = checkpoint/'config.json'
+    if our_config(json.loads(file.read_bytes()), file) != cfg.model: raise TinyLLMError(
+        'the checkpoint is of another model than the settings', str(checkpoint),
+        "restore the run's config.yaml from trainer/config.yaml in there")
+    if load_trainer(checkpoint)['data'] != splits['train'].fingerprint: raise TinyLLMError(
+        f'the tokens in {splits["train"].files[0].parent} are not those the run began with',
+        str(checkpoint), 'bring back the text or the tokens, or choose another --run.name')
 
 def _complete(rows, state, run:Path, checkpoint:Path):
-    "Cut a log back to its checkpoint, and add the checkpoint's row if its writer was killed before it could"
+    "Cut a log back to its checkpoint; add the checkpoint's row if its writer was killed too soon"
     from tinyllm.metrics import read_metrics
     rows.truncate(state.step)
     t = state.cfg.train
-    best = any(r['step'] == state.step and r['val_loss'] == state.best_val_loss for r in read_metrics(run, 'eval'))
+    best = any(r['step'] == state.step and r['val_loss'] == state.best_val_loss
+               for r in read_metrics(run, 'eval'))
     regular = best or state.step == t.steps or (t.save_every and state.step % t.save_every == 0)
     if regular and not rows.has('checkpoint', state.step):
         rows.write('checkpoint', state.step, state.tokens, path=_place(checkpoint, run))
 
-# %% ../nbs/13_launch.ipynb #09969631
+# %% ../nbs/13_launch.ipynb #b0088281
 @contextlib.contextmanager
 def stop_on_signal():
     "A list that is no longer empty once Ctrl-C or SIGTERM arrived; the second time interrupts"
@@ -266,7 +330,8 @@ def stop_on_signal():
     def handler(number, frame):
         if caught: raise KeyboardInterrupt
         caught.append(number)
-        log.info(f'{signal.Signals(number).name}: saving after this step; once more to leave at once')
+        name = signal.Signals(number).name
+        log.info(f'{name}: saving after this step; once more to leave at once')
     before = {s:signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try: yield caught
     finally:
@@ -280,12 +345,13 @@ def _line(
     if kind == 'eval':
         floor = f', floor {event["floor_loss"]:.4f}' if 'floor_loss' in event else ''
         bits = f', {event["val_bits_per_byte"]:.4f} bits/byte' if event['val_bits_per_byte'] else ''
-        return f'{step}validation loss {event["val_loss"]:.4f} nats/token{floor}{bits}, train loss {event["train_loss"]:.4f}'
+        return (f'{step}validation loss {event["val_loss"]:.4f} nats/token{floor}{bits}, '
+                f'train loss {event["train_loss"]:.4f}')
     if kind == 'sample': return step + ' '.join(event['stories'][0].split())[:300]
     if kind in ('checkpoint', 'stop'): return f'{step}saved {event["path"]}'
     if kind in ('start', 'resume'): return f'{step}{kind}'
 
-# %% ../nbs/13_launch.ipynb #806073e3
+# %% ../nbs/13_launch.ipynb #9a5cd959
 def train(
     cfg:Config # the run's settings
 )->dict: # run, step, steps, and the figures of the last evaluation
@@ -296,7 +362,8 @@ def train(
     events = train_events(cfg, lambda: bool(signals))
     first = next(events, None)  # preparing can simply be interrupted
     if first:
-        with stop_on_signal() as signals, logging_redirect_tqdm([log]), contextlib.closing(events), \
+        with stop_on_signal() as signals, logging_redirect_tqdm([log]), \
+             contextlib.closing(events), \
              tqdm(total=cfg.train.steps, initial=first['step'], unit='step', disable=None) as bar:
             for event in itertools.chain([first], events): _show(event, bar)
     return summary(cfg)
@@ -304,7 +371,8 @@ def train(
 def _show(event:dict, bar):
     "Move the progress bar, or write a line"
     if event['event'] == 'train':
-        bar.set_postfix(loss=f'{event["loss"]:.3f}', tokens_per_s=f'{event["tokens_per_s"] or 0:,.0f}', refresh=False)
+        bar.set_postfix(loss=f'{event["loss"]:.3f}',
+                        tokens_per_s=f'{event["tokens_per_s"] or 0:,.0f}', refresh=False)
         bar.update(event['step']-bar.n)
     elif line := _line(event): log.info(line)
 
@@ -316,13 +384,14 @@ def summary(
     from tinyllm.metrics import read_metrics
     run = Path(cfg.run.dir)/cfg.run.name
     rows,evals = read_metrics(run),read_metrics(run, 'eval')
-    res = dict(run=str(run), step=_step_of(find_checkpoint(run)), steps=cfg.train.steps, time_s=rows[-1]['time_s'])
+    res = dict(run=str(run), step=_step_of(find_checkpoint(run)), steps=cfg.train.steps,
+               time_s=rows[-1]['time_s'])
     if evals: res.update({k:v for k,v in evals[-1].items() if 'loss' in k or 'byte' in k})
     if res.get('floor_loss'): res['ratio_to_floor'] = res['val_loss']/res['floor_loss']
     told = read_metrics(run, 'sample')
     return res | dict(stories=told[-1]['stories'] if told else [])
 
-# %% ../nbs/13_launch.ipynb #2a3e7dba
+# %% ../nbs/13_launch.ipynb #456d4b7f
 def dry_run(
     cfg:Config # with or without `model.vocab_size`
 )->dict: # parameters, flops_per_token, memory_gb, tokens_per_s, eta_hours
@@ -331,20 +400,25 @@ def dry_run(
     from tinyllm.model import count_params, flops_per_token, memory_estimate
     from tinyllm.training import train_step
     m,t = cfg.model,cfg.train
-    if not m.vocab_size: cfg = dataclasses.replace(cfg, model=dataclasses.replace(m, vocab_size=cfg.tokenizer.vocab_size))
-    state,m = build(cfg),cfg.model
-    x = torch.randint(m.vocab_size, (t.micro_batch_size, m.seq_len), generator=torch.Generator().manual_seed(0))
+    if not m.vocab_size:
+        m = dataclasses.replace(m, vocab_size=cfg.tokenizer.vocab_size)
+        cfg = dataclasses.replace(cfg, model=m)
+    state = build(cfg)
+    x = torch.randint(m.vocab_size, (t.micro_batch_size, m.seq_len),
+                      generator=torch.Generator().manual_seed(0))
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
         float(train_step(state, [(x, x)], x.numel())['loss'])
         seconds.append(time.perf_counter()-began)
     rate,dtype = x.numel()/min(seconds),str(state.dtype).removeprefix('torch.')
-    return dict(parameters=count_params(m), flops_per_token=flops_per_token(m, m.seq_len), memory_gb=memory_estimate(m, t.micro_batch_size, None, dtype, state.device.type)['total']/1e9,
-                accumulation=t.tokens_per_step//x.numel(), tokens=t.steps*t.tokens_per_step, tokens_per_s=rate,
-                eta_hours=t.steps*t.tokens_per_step/rate/3600)
+    memory = memory_estimate(m, t.micro_batch_size, None, dtype, state.device.type)['total']
+    tokens = t.steps*t.tokens_per_step
+    return dict(parameters=count_params(m), flops_per_token=flops_per_token(m, m.seq_len),
+                memory_gb=memory/1e9, accumulation=t.tokens_per_step//x.numel(), tokens=tokens,
+                tokens_per_s=rate, eta_hours=tokens/rate/3600)
 
-# %% ../nbs/13_launch.ipynb #cc984940
+# %% ../nbs/13_launch.ipynb #f98b4aae
 def _split(
     argv # words of a command line
 )->tuple: # (positional words, {name: value})
@@ -357,42 +431,54 @@ def _split(
         else: flags[word[2:]] = argv.pop(0) if argv and not argv[0].startswith('--') else True
     return words,flags
 
-# %% ../nbs/13_launch.ipynb #8eb0e001
+# %% ../nbs/13_launch.ipynb #1077186b
 @dataclasses.dataclass
 class Stage:
     "One subcommand"
     run:Callable # (words, flags) -> result for `--json`, or None
     doc:str # its line in `tinyllm --help`
     usage:str = '' # positional arguments
-    flags:dict = dataclasses.field(default_factory=dict) # its own flags: name to help; none: that of the setting
+    flags:dict = dataclasses.field(default_factory=dict) # its own: name to help; none: setting's
     settings:bool = True # takes every `--section.key` too
 
-COMMON = dict(preset=f'one of {", ".join(PRESETS)}', config='a YAML file of settings, such as a run\'s config.yaml')
+COMMON = dict(preset=f'one of {", ".join(PRESETS)}',
+              config='a YAML file of settings, such as a run\'s config.yaml')
 JSON = dict(json='print the result as one JSON object')
+
+def _value(flags:dict, name:str, default=None):
+    "Take a flag that needs a value"
+    value = flags.pop(name, default)
+    if value is True: raise TinyLLMError(f'--{name} needs a value', 'command line',
+                                         f'write --{name}=…')
+    return value
 
 def _flag(flags:dict, name:str)->bool:
     "Take a yes-or-no flag"
     value = flags.pop(name, False)
-    if str(value).lower() not in ('true', 'false'): raise TinyLLMError(f'--{name}={value} is not true or false', 'command line', f'write --{name} alone')
+    if str(value).lower() not in ('true', 'false'): raise TinyLLMError(
+        f'--{name}={value} is not true or false', 'command line', f'write --{name} alone')
     return str(value).lower() == 'true'
 
 def _config(flags:dict)->Config:
     "Settings from the flags of a stage"
-    preset,file = flags.pop('preset', None),flags.pop('config', None)
-    if flags.pop('resume', False): flags['run.resume'] = True
+    preset,file = _value(flags, 'preset'),_value(flags, 'config')
+    if _flag(flags, 'resume'): flags['run.resume'] = True
     return load_config(preset, file, flags)
 
 def _no_words(words:list):
     "Refuse stray words"
-    if words: raise TinyLLMError(f'{words[0]!r} is not expected here', 'command line', 'flags begin with --; see --help')
+    if words: raise TinyLLMError(
+        f'{words[0]!r} is not expected here', 'command line', 'flags begin with --; see --help')
 
-# %% ../nbs/13_launch.ipynb #5e0eaf9c
+# %% ../nbs/13_launch.ipynb #eec802f9
 def run_corpus(words:list, flags:dict)->dict:
     "Open or download the corpus, and show some of it"
     _no_words(words)
-    n = int(check_overrides({'sample.num_samples':flags.pop('show', 2)})['sample.num_samples'])
+    n = _value(flags, 'show', '2')
+    if not str(n).isdecimal(): raise TinyLLMError(
+        f'--show={n} is not a number of stories', 'command line', 'write --show=3')
     corpus = prepare_corpus(_config(flags))
-    shown = [d.text for d in corpus.documents(0, n)]
+    shown = [d.text for d in corpus.documents(0, int(n))]
     return dict(corpus=corpus.name, fingerprint=corpus.fingerprint, stories=shown)
 
 def run_tokenizer(words:list, flags:dict)->dict:
@@ -406,7 +492,8 @@ def run_data(words:list, flags:dict)->dict:
     "Turn the corpus into token shards"
     _no_words(words)
     tokenizer,tokens = prepare(_config(flags))
-    return dict(tokens=str(tokens), **{s:split.n_tokens for s,split in _open_splits(tokens, tokenizer).items()})
+    splits = _open_splits(tokens, tokenizer)
+    return dict(tokens=str(tokens), **{s:split.n_tokens for s,split in splits.items()})
 
 def run_train(words:list, flags:dict)->dict:
     "Train a run, preparing whatever is missing"
@@ -417,26 +504,30 @@ def run_train(words:list, flags:dict)->dict:
     res = train(cfg)
     done = res['step'] >= res['steps']
     if 'val_loss' in res:
-        floor = f' ({res["ratio_to_floor"]:.3f} times the floor, {res["floor_loss"]:.4f})' if 'floor_loss' in res else ''
+        floor = ''
+        if 'floor_loss' in res:
+            floor = f' ({res["ratio_to_floor"]:.3f} times the floor, {res["floor_loss"]:.4f})'
         log.info(f'validation loss {res["val_loss"]:.4f} nats/token{floor}, {res["time_s"]:.0f} s')
-    log.info(f'{"done" if done else "stopped"} at step {res["step"]} of {res["steps"]}: ' + (
-        f'tinyllm sample {res["run"]} --prompt "Once upon a time"' if done else 'the same command with --resume goes on'))
+    early = ' without --train.stop_at_step' if cfg.train.stop_at_step else ''
+    hint = (f'tinyllm sample {res["run"]} --prompt "Once upon a time"' if done else
+            f'--resume{early} goes on')
+    log.info(f'{"done" if done else "stopped"} at step {res["step"]} of {res["steps"]}: {hint}')
     return res
 
-# %% ../nbs/13_launch.ipynb #8e2502c2
+# %% ../nbs/13_launch.ipynb #06994471
 def _checkpoint(words:list)->Path:
     "A run's name, run directory or checkpoint from the command line"
-    if len(words) != 1: raise TinyLLMError(f'{len(words)} runs are named', 'command line', 'name one run or checkpoint, such as runs/quickstart')
-    path = Path(words[0])
-    return path if path.exists() else Path('runs')/words[0] if (Path('runs')/words[0]).exists() else path
+    if len(words) != 1: raise TinyLLMError(f'{len(words)} runs are named', 'command line',
+                                           'name one run or checkpoint, such as runs/quickstart')
+    path,named = Path(words[0]),Path('runs')/words[0]
+    return named if named.exists() and not path.exists() else path
 
 def run_sample(words:list, flags:dict)->Optional[dict]:
     "Tell stories"
     from tinyllm.sampling import TextGenerator
-    path,device = _checkpoint(words),flags.pop('device', 'auto')
+    path,device = _checkpoint(words),_value(flags, 'device', 'auto')
     stream = _flag(flags, 'stream')
-    known = [f.name for f in dataclasses.fields(SampleConfig)]
-    settings = check_overrides({f'sample.{k}' if k in known else k:v for k,v in flags.items()})
+    settings = check_overrides({f'sample.{k}':v for k,v in flags.items()})
     settings = dataclasses.asdict(SampleConfig(**{k.split('.')[1]:v for k,v in settings.items()}))
     generator = TextGenerator(path, device=device)
     if not stream: return dict(stories=generator.sample(**settings))
@@ -447,72 +538,105 @@ def run_sample(words:list, flags:dict)->Optional[dict]:
 def run_plot(words:list, flags:dict)->dict:
     "Curves of one run or several"
     from tinyllm.metrics import plot_runs, text_plot
-    runs,out = [str(_checkpoint([w])) for w in words],flags.pop('out', None)
-    for name in flags: raise TinyLLMError(f'--{name} is not a flag of `tinyllm plot`', 'command line', 'it takes --out and --json')
-    if not runs: raise TinyLLMError('no run is named', 'command line', 'name at least one, such as runs/quickstart')
+    runs,out = [str(_checkpoint([w])) for w in words],_value(flags, 'out')
+    for name in flags: raise TinyLLMError(
+        f'--{name} is not a flag of `tinyllm plot`', 'command line', 'it takes --out and --json')
+    if not runs: raise TinyLLMError(
+        'no run is named', 'command line', 'name at least one, such as runs/quickstart')
     if not out: return dict(text=text_plot(runs))
+    if Path(out).suffix not in ('.png', '.svg', '.pdf'): raise TinyLLMError(
+        f'--out={out} is no picture', 'command line', 'end it in .png, .svg or .pdf')
     import matplotlib
     matplotlib.use('agg')
     axes = plot_runs(runs)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     next(iter(axes)).figure.savefig(out, dpi=150)
     return dict(out=out)
 
-# %% ../nbs/13_launch.ipynb #ad32ce5a
+# %% ../nbs/13_launch.ipynb #8729eaae
 STAGES = dict(
-    corpus=Stage(run_corpus, 'open or download the stories', flags=dict(**COMMON, show='print so many stories', **JSON)),
+    corpus=Stage(run_corpus, 'open or download the stories',
+                 flags=dict(**COMMON, show='print so many stories', **JSON)),
     tokenizer=Stage(run_tokenizer, 'train the tokenizer', flags=COMMON | JSON),
     data=Stage(run_data, 'turn the corpus into token shards', flags=COMMON | JSON),
     train=Stage(run_train, 'train a model, preparing whatever is missing', flags=COMMON | dict(
-        resume='go on with an unfinished run (= --run.resume)', dry_run='tell what the run would cost, and stop') | JSON),
+        resume='go on with an unfinished run (= --run.resume)',
+        dry_run='tell what the run would cost, and stop') | JSON),
     sample=Stage(run_sample, 'tell stories', 'RUN', settings=False, flags={
-        f.name:None for f in dataclasses.fields(SampleConfig)} | dict(device='where to compute', stream='show the text as it grows') | JSON),
-    plot=Stage(run_plot, 'curves of one run or several side by side', 'RUN [RUN …]', settings=False, flags=dict(out='a .png, .svg or .pdf to write') | JSON))
+        f.name:None for f in dataclasses.fields(SampleConfig)} | dict(
+        device='where to compute', stream='show the text as it grows') | JSON),
+    plot=Stage(run_plot, 'curves of one run or several side by side', 'RUN [RUN …]', settings=False,
+               flags=dict(out='a .png, .svg or .pdf to write') | JSON))
 
 def _help(
     name:Optional[str]=None # a stage; none: the list of stages
 )->str:
     "What `--help` prints"
-    if name is None: return '\n'.join(['usage: tinyllm STAGE [flags]', '', *(f'  {k:10s} {s.doc}' for k,s in STAGES.items()),
-                                       '', '`tinyllm STAGE --help` shows the flags of a stage.'])
+    if name is None:
+        stages = [f'  {k:10s} {s.doc}' for k,s in STAGES.items()]
+        return '\n'.join(['usage: tinyllm STAGE [flags]', '', *stages, '',
+                          '`tinyllm STAGE --help` shows the flags of a stage.'])
     stage = STAGES[name]
     known = all_settings()
-    own = {k:doc or '{2} (default: {1})'.format(*known[f'{name}.{k}']) for k,doc in stage.flags.items()}
+    own = {k:doc or '{2} (default: {1})'.format(*known[f'{name}.{k}'])
+           for k,doc in stage.flags.items()}
     parser = make_parser(f'tinyllm {name}', stage.doc, own, stage.settings)
     parser.usage = f'tinyllm {name} {stage.usage}'.strip() + ' [--flag=value …]'
     return parser.format_help()
 
 def main(
     argv:Optional[list]=None # words after the program's name; none: the process's own
-)->int: # exit code: 0 done, 1 the machine failed, 2 a mistake in what was asked, 130 interrupted
+)->int: # 0 done, 1 the machine failed, 2 a mistake in what was asked, 130 interrupted
     "The `tinyllm` command"
     argv = sys.argv[1:] if argv is None else list(argv)
+    _mend_streams()
     handler = logging.StreamHandler(sys.stderr)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    try: return _dispatch(argv)
-    except TinyLLMError as e: print(f'tinyllm: {e}', file=sys.stderr)
-    except BrokenPipeError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has read enough
-    except OSError as e:
-        print(f'tinyllm: {e}', file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print('tinyllm: interrupted', file=sys.stderr)
-        return 130
+    def fail(code, what):
+        print(f'tinyllm: {what}', file=sys.stderr)
+        return code
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *args, **kw: log.warning(f'warning: {message}')
+            return _dispatch(argv)
+    except TinyLLMError as e: return fail(2, e)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (OSError, MemoryError) as e: return fail(1, e)
+    except RuntimeError as e:
+        if 'memory' not in str(e): raise
+        return fail(1, f'out of memory; lower train.micro_batch_size or the model ({str(e)[:120]})')
+    except KeyboardInterrupt: return fail(130, 'interrupted')
     finally: log.removeHandler(handler)
-    return 2
+
+def _mend_streams():
+    "Closed streams become /dev/null, lest a file of the run takes their number; any text prints"
+    for fd in range(3):
+        try: os.fstat(fd)
+        except OSError: os.open(os.devnull, os.O_RDWR)
+    for name in ('stdout', 'stderr'):
+        if getattr(sys, name) is None: setattr(sys, name, open(os.devnull, 'w'))
+        stream = getattr(sys, name)
+        if hasattr(stream, 'reconfigure'): stream.reconfigure(errors='backslashreplace')
 
 def _dispatch(argv:list)->int:
     "Run the stage named first and print its result"
     name = argv[0] if argv else '--help'
     if name in ('-h', '--help', 'help'): print(_help())
     elif name == '--version': print(f'tinyllm {__version__}')
-    elif name not in STAGES: raise TinyLLMError(f'there is no stage {name!r}', 'command line', f'one of: {", ".join(STAGES)}')
+    elif name not in STAGES: raise TinyLLMError(
+        f'there is no stage {name!r}', 'command line', f'one of: {", ".join(STAGES)}')
     elif {'-h', '--help'} & set(argv): print(_help(name))
     else:
         words,flags = _split(argv[1:])
         as_json = _flag(flags, 'json')
-        result = STAGES[name].run(words, flags) or {}
-        print(json.dumps(result, ensure_ascii=False) if as_json else _pretty(result))
+        if as_json and 'stream' in flags: raise TinyLLMError(
+            '--json and --stream exclude each other', 'command line', 'choose one')
+        result = STAGES[name].run(words, flags)
+        if as_json: print(json.dumps(result, ensure_ascii=False))
+        elif result: print(_pretty(result))
     return 0
 
 def _pretty(
@@ -520,14 +644,15 @@ def _pretty(
 )->str:
     "A stage's result for people: texts whole, numbers one a line"
     stories = result.pop('stories', [])
-    lines = [v if k == 'text' else f'{k}: {v:,.4f}' if isinstance(v, float) else f'{k}: {v}' for k,v in result.items()]
+    lines = [v if k == 'text' else f'{k}: {v:,.4f}' if isinstance(v, float) else f'{k}: {v}'
+             for k,v in result.items()]
     return '\n'.join(lines + [f'\n{s}' for s in stories])
 
-# %% ../nbs/13_launch.ipynb #0c7c26f4
+# %% ../nbs/13_launch.ipynb #8b4d6a9e
 #| eval: false
 if __name__ == '__main__': sys.exit(main(['train', *sys.argv[1:]]))
 
-# %% ../nbs/13_launch.ipynb #32536ae3
+# %% ../nbs/13_launch.ipynb #017188c6
 TIMES = ('time_s', 'tokens_per_s', 'step_ms', 'mfu')
 
 def comparable(
@@ -535,4 +660,5 @@ def comparable(
 )->list: # rows of its log without times and restarts
     "What must be equal between an unbroken run and one that was interrupted"
     from tinyllm.metrics import read_metrics
-    return [{k:v for k,v in r.items() if k not in TIMES} for r in read_metrics(run) if r['event'] not in ('start', 'resume')]
+    return [{k:v for k,v in r.items() if k not in TIMES}
+            for r in read_metrics(run) if r['event'] not in ('start', 'resume')]

@@ -7,14 +7,14 @@ __all__ = ['PEAKS', 'PEAK_DTYPES', 'OTHER_CHIP', 'BLOCKS', 'to_line', 'from_line
            'tensorboard_writer', 'MetricsLog', 'RateMeter', 'peak_flops', 'mfu', 'show_mfu', 'bits_per_byte',
            'perplexity', 'curve', 'run_name', 'plot_loss', 'plot_runs', 'thin', 'sparkline', 'text_graph', 'text_plot']
 
-# %% ../nbs/09_metrics.ipynb #914e50ec
+# %% ../nbs/09_metrics.ipynb #76f79e1e
 import errno, json, math, os, time
 from contextlib import contextmanager
 from pathlib import Path
 from fastcore.basics import patch
 from .config import TinyLLMError, write_atomic
 
-# %% ../nbs/09_metrics.ipynb #2a1e5870
+# %% ../nbs/09_metrics.ipynb #9630c2a1
 def to_line(row:dict)->str: # one line of strict JSON, newline included
     "Write a row of the log; values JSON has no word for become null, named in `nonfinite`"
     out, odd = {}, {}
@@ -32,7 +32,7 @@ def from_line(line:str)->dict: # the row
     for k, v in row.pop("nonfinite", {}).items(): row[k] = float(v)
     return row
 
-# %% ../nbs/09_metrics.ipynb #5a9339a8
+# %% ../nbs/09_metrics.ipynb #f7170389
 def parse_log(
     data:bytes, # contents of a log file
     where:str # its name, for messages
@@ -63,7 +63,7 @@ def read_metrics(
     rows, _ = parse_log(data, str(path))
     return [r for r in rows if event is None or r.get("event") == event]
 
-# %% ../nbs/09_metrics.ipynb #e57f9156
+# %% ../nbs/09_metrics.ipynb #61ec8154
 def tensorboard_writer(
     folder, # where TensorBoard's event files go
     purge_step:int|None=None # events of this step and later are hidden (after a resume)
@@ -75,7 +75,7 @@ def tensorboard_writer(
         "pip install tensorboard, or leave it off: metrics.jsonl holds the same numbers") from None
     return SummaryWriter(str(folder), purge_step=purge_step)
 
-# %% ../nbs/09_metrics.ipynb #50bc382f
+# %% ../nbs/09_metrics.ipynb #db5baafe
 class MetricsLog:
     "The log of a run: JSON lines, appended whole, flushed one by one, never one step twice"
     def __init__(self,
@@ -103,7 +103,7 @@ class MetricsLog:
         self.file.close()
         if self.board: self.board.close()
 
-# %% ../nbs/09_metrics.ipynb #36ede769
+# %% ../nbs/09_metrics.ipynb #cf2280ba
 @patch
 def write(self:MetricsLog,
     event:str, # what happened: 'train', 'eval', 'checkpoint', …
@@ -128,7 +128,7 @@ def write(self:MetricsLog,
     self._mirror(row)
     return row
 
-# %% ../nbs/09_metrics.ipynb #4bd9628b
+# %% ../nbs/09_metrics.ipynb #2865f236
 @patch
 def has(self:MetricsLog,
     event:str, # as given to `write`
@@ -152,7 +152,7 @@ def _mirror(self:MetricsLog, row):
         elif isinstance(v, (int, float)) and k != "step":
             self.board.add_scalar(tag, v, row["step"])
 
-# %% ../nbs/09_metrics.ipynb #17d4f213
+# %% ../nbs/09_metrics.ipynb #75c8ceb6
 @patch
 def truncate(self:MetricsLog,
     step:int # the run goes on from here: optimizer steps finished
@@ -170,7 +170,7 @@ def truncate(self:MetricsLog,
         self.board = tensorboard_writer(self.tensorboard, purge_step=step+1)
     return len(rows) - len(keep)
 
-# %% ../nbs/09_metrics.ipynb #98992ebe
+# %% ../nbs/09_metrics.ipynb #fe050cbf
 class RateMeter:
     "Time per step without the first (compiling) steps, evaluation and saving"
     def __init__(self,
@@ -212,7 +212,7 @@ class RateMeter:
         "Time the steps left will take, from the mean of all counted ones"
         return steps_left * self.total_s/self.total_steps if self.total_steps else None
 
-# %% ../nbs/09_metrics.ipynb #bda65718
+# %% ../nbs/09_metrics.ipynb #127974d0
 # [TFLOP/s], dense, accumulating in float32, as NVIDIA's data sheets and architecture papers give
 # them. None: not in the hardware. Names are matched in this order, so the longer come first.
 PEAKS = (
@@ -236,7 +236,7 @@ PEAKS = (
 )
 PEAK_DTYPES = ("bfloat16", "float16", "tf32", "float32")
 
-# %% ../nbs/09_metrics.ipynb #73a54052
+# %% ../nbs/09_metrics.ipynb #ce3dceb9
 OTHER_CHIP = {"ti", "super", "laptop", "max", "mobile", "d", "mig"} # not the card in the table
 
 def peak_flops(
@@ -270,7 +270,7 @@ def show_mfu(
     "`38.1%`, or `n/a`"
     return "n/a" if fraction is None else f"{100*fraction:.1f}%"
 
-# %% ../nbs/09_metrics.ipynb #7bf0cf09
+# %% ../nbs/09_metrics.ipynb #7fec631a
 def bits_per_byte(
     nats:float, # sum of -ln p over the targets [nats]
     n_bytes:int # UTF-8 bytes of the text those targets stand for
@@ -286,7 +286,7 @@ def perplexity(
     "exp(loss)"
     return math.exp(loss) if loss < 700 else math.inf
 
-# %% ../nbs/09_metrics.ipynb #b1724f93
+# %% ../nbs/09_metrics.ipynb #e1e38e40
 def curve(
     rows:list, # from `read_metrics`
     key:str, # name of a number
@@ -302,7 +302,7 @@ def run_name(path)->str: # for legends
     path = Path(path)
     return path.resolve().parent.name if path.suffix == ".jsonl" else path.resolve().name
 
-# %% ../nbs/09_metrics.ipynb #d7e710fd
+# %% ../nbs/09_metrics.ipynb #ce62e8dc
 def plot_loss(
     path, # a run directory or its metrics.jsonl
     ax=None, # matplotlib axes, made when None
@@ -344,7 +344,7 @@ def plot_runs(
     norm.set(ylabel="gradient norm", xlabel="step", yscale="log")
     return ax
 
-# %% ../nbs/09_metrics.ipynb #9ebb15a8
+# %% ../nbs/09_metrics.ipynb #a93a0f1c
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 def thin(
@@ -370,7 +370,7 @@ def sparkline(
     low, span = min(ys), max(max(ys)-min(ys), 1e-12)
     return "".join(BLOCKS[min(int((y-low)/span*8), 7)] for y in ys)
 
-# %% ../nbs/09_metrics.ipynb #9712577a
+# %% ../nbs/09_metrics.ipynb #43d99d71
 def text_graph(
     curves:dict, # name -> (xs, ys)
     width:int=64, # columns of the graph [characters]

@@ -8,7 +8,7 @@ __all__ = ['SLOT', 'CAST', 'PLACES', 'WORDS', 'OPENING', 'LOST', 'WISH', 'SHARE'
            'write', 'choices', 'logaddexp', 'match', 'score', 'Flow', 'Grammar', 'ends_sentence', 'count_plans',
            'builtin_grammar', 'builtin_story']
 
-# %% ../nbs/01_stories.ipynb #a713c4ba
+# %% ../nbs/01_stories.ipynb #812f8a46
 import functools, itertools, math, random, re
 from bisect import bisect
 from collections import defaultdict
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from .config import TinyLLMError
 
-# %% ../nbs/01_stories.ipynb #fe8327d8
+# %% ../nbs/01_stories.ipynb #f9e51733
 class Slot(NamedTuple):
     "A hole in a template"
     var: str|None # name under which the drawn alternative is remembered, or which is repeated
@@ -41,7 +41,7 @@ def parse_template(
         end = m.end()
     return tuple(i for i in [*items, text[end:]] if i != "")
 
-# %% ../nbs/01_stories.ipynb #e46ebf3c
+# %% ../nbs/01_stories.ipynb #61718750
 @dataclass(frozen=True, eq=False)
 class Alt:
     "One alternative of a symbol"
@@ -73,7 +73,7 @@ def parse_rule(
     alts = tuple(Alt(w/total, math.log(w/total), items, attrs) for w,items,attrs in found)
     return Rule(alts, tuple(itertools.accumulate(a.p for a in alts[:-1])))
 
-# %% ../nbs/01_stories.ipynb #a5233546
+# %% ../nbs/01_stories.ipynb #a1a68a82
 def slots(*templates)->list: # the `Slot`s of templates
     return [s for t in templates for s in t if type(s) is Slot]
 
@@ -98,7 +98,7 @@ def slot_fault(
     if s.attr and any(s.attr not in a.attrs for a in rules[sym].alts):
         return f"not every '{sym}' has a '{s.attr}'", "give each alternative the attribute"
 
-# %% ../nbs/01_stories.ipynb #b05bdeaa
+# %% ../nbs/01_stories.ipynb #7cfad941
 def read_rules(
     texts:dict, # symbol -> alternatives as text
     start:str # symbol that texts grow from
@@ -120,7 +120,7 @@ def read_rules(
     descend(start, ())
     return rules
 
-# %% ../nbs/01_stories.ipynb #9e1fc54e
+# %% ../nbs/01_stories.ipynb #2d130c8f
 def write(
     rules:dict, # symbol -> `Rule`
     items:tuple, # template to write
@@ -149,7 +149,7 @@ def write(
         logp += write(rules, body, env, out, rng, trace, depth+1)
     return logp
 
-# %% ../nbs/01_stories.ipynb #fe40c102
+# %% ../nbs/01_stories.ipynb #a78d6057
 def choices(
     rules:dict, # symbol -> `Rule`
     slot:Slot, # hole to fill
@@ -169,7 +169,7 @@ def choices(
 def logaddexp(a, b): # log(exp(a)+exp(b)), for a and b above -inf
     return max(a, b) + math.log1p(math.exp(-abs(a-b)))
 
-# %% ../nbs/01_stories.ipynb #6565a522
+# %% ../nbs/01_stories.ipynb #aae82f0d
 def match(
     rules:dict, # symbol -> `Rule`
     text:str, # whole text
@@ -199,7 +199,7 @@ def score(
     whole = [logp for (pos, _), logp in ends.items() if pos == len(text)]
     return functools.reduce(logaddexp, whole) if whole else -math.inf
 
-# %% ../nbs/01_stories.ipynb #4f30233a
+# %% ../nbs/01_stories.ipynb #f7b2cdcd
 class Flow:
     "Lets probability run through the templates of a grammar, and adds up what each choice is worth"
     def __init__(self,
@@ -254,7 +254,7 @@ class Flow:
                 for env, p in ends.items(): states[frozenset(e for e in env if e[0] in keep)] += p
         return nats, states
 
-# %% ../nbs/01_stories.ipynb #5bdab4cc
+# %% ../nbs/01_stories.ipynb #497db2c7
 class Grammar:
     "A probabilistic grammar with memory; the texts of `start` are its language"
     def __init__(self,
@@ -292,7 +292,7 @@ class Grammar:
         "Number of sequences of sentence patterns that a text can have"
         return count_plans(self.rules, self.start)
 
-# %% ../nbs/01_stories.ipynb #0d5cdcfc
+# %% ../nbs/01_stories.ipynb #d2069c91
 def ends_sentence(items:tuple)->bool: # does the template hold the end of a sentence?
     return any(type(i) is str and re.search(r"[.!?]", i) for i in items)
 
@@ -306,7 +306,7 @@ def count_plans(rules, items)->int:
             if ends or max(plans) > 1: n *= sum(plans)
     return n
 
-# %% ../nbs/01_stories.ipynb #f20f41b4
+# %% ../nbs/01_stories.ipynb #a9acf3ff
 CAST = {
 "child": """
     5* Lily / 4* Mia / 3* Anna / 2* Sue / Ella | kind=girl; they=she; their=her; them=her
@@ -338,7 +338,7 @@ CAST = {
     play hide and seek / feed the birds / look at the clouds / collect stones""",
 }
 
-# %% ../nbs/01_stories.ipynb #9bef5bd9
+# %% ../nbs/01_stories.ipynb #ab825eca
 PLACES = {
 "spot": """
     5* park   | at=at the park; hide={park_hide}; fun={park_fun}; see={park_see}
@@ -411,7 +411,7 @@ PLACES = {
 "sea": "2* sea / river / lake / road",
 }
 
-# %% ../nbs/01_stories.ipynb #1c2bd20a
+# %% ../nbs/01_stories.ipynb #9e4138cb
 WORDS = {
 "day": """
     5* One day, / 3* One {noon}, / 3* One {sunny} {noon}, / 2* On {weekday}, / 2* The next {noon},
@@ -449,7 +449,7 @@ WORDS = {
 "kindly": "3* good / 2* important / nice / fun",
 }
 
-# %% ../nbs/01_stories.ipynb #0adfd696
+# %% ../nbs/01_stories.ipynb #c02f5c5a
 OPENING = {
 "story": """
     5* {opening} {lost}
@@ -481,7 +481,7 @@ OPENING = {
 "world": "3* world / 2* family / village",
 }
 
-# %% ../nbs/01_stories.ipynb #82f6f91c
+# %% ../nbs/01_stories.ipynb #777229fa
 LOST = {
 "lost": "{lost_toy} {lost_gone} {lost_cry} {lost_ask} {lost_search} {lost_found} {lost_end}",
 "lost_toy": """
@@ -546,7 +546,7 @@ LOST = {
 "friends_now": "3* friends from that day on / 2* {very} {glad} / never {sad} again",
 }
 
-# %% ../nbs/01_stories.ipynb #c1decb11
+# %% ../nbs/01_stories.ipynb #c93f2799
 WISH = {
 "wish": "{wish_want} {wish_try} {wish_feel} {wish_help} {wish_again} {wish_win} {wish_end}",
 "feat": """
@@ -633,7 +633,7 @@ WISH = {
 "keep_on": "4* keep trying / 2* do not give up / have a good friend / are patient",
 }
 
-# %% ../nbs/01_stories.ipynb #ed08011a
+# %% ../nbs/01_stories.ipynb #b1e826e5
 SHARE = {
 "share": """
     {share_has} {share_meet} {share_ask} {share_think} {share_give} {share_thanks} {share_end}""",
@@ -694,7 +694,7 @@ SHARE = {
 "love": "3* love / 2* honey / sunshine",
 }
 
-# %% ../nbs/01_stories.ipynb #f8ca0032
+# %% ../nbs/01_stories.ipynb #2149b1e6
 FEAR = {
 "fear": "{fear_start} {fear_feel} {fear_call} {fear_help} {fear_go} {fear_was} {fear_end}",
 "fright": """
@@ -780,7 +780,7 @@ FEAR = {
 "laughed_long": "3* laughed {all_day} / 2* ate a {taste} {snack} / went back to bed",
 }
 
-# %% ../nbs/01_stories.ipynb #9ab180fa
+# %% ../nbs/01_stories.ipynb #65352227
 MEND = {
 "mend": "{mend_play} {mend_break} {mend_feel} {mend_tell} {mend_kind} {mend_fix} {mend_end}",
 "breakable": """
@@ -849,7 +849,7 @@ MEND = {
 "be_true": "4* tell the truth / 2* say sorry / be careful / help at home",
 }
 
-# %% ../nbs/01_stories.ipynb #066649fb
+# %% ../nbs/01_stories.ipynb #5b08b7a3
 RESCUE = {
 "rescue": """
     {rescue_find} {woe=trouble} {rescue_say} {rescue_pal} {rescue_help} {rescue_thanks} \
@@ -907,7 +907,7 @@ RESCUE = {
 "gift": "3* {color} flower / 2* {look} stone / {snack} / nut",
 }
 
-# %% ../nbs/01_stories.ipynb #bb157a40
+# %% ../nbs/01_stories.ipynb #11be18f7
 @functools.cache
 def builtin_grammar()->Grammar: # made once per process
     "The grammar of the built-in stories"

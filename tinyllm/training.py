@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['resolve_dtype', 'TrainState', 'train_step', 'evaluate', 'fit']
 
-# %% ../nbs/10_training.ipynb #3b2d8497
+# %% ../nbs/10_training.ipynb #4aa0e8a6
 import contextlib, math
 from typing import Callable, Iterable, Iterator, Optional
 import torch
@@ -16,7 +16,7 @@ from .metrics import RateMeter, bits_per_byte, mfu
 from .model import Transformer
 from .optim import clip_gradients, lr_at, make_optimizer
 
-# %% ../nbs/10_training.ipynb #8f37721b
+# %% ../nbs/10_training.ipynb #82c22f9e
 def _cpu_has_bfloat16()->bool:
     "Whether this processor has instructions for bfloat16 products (AVX-512-BF16, AMX, Arm BF16)"
     caps = torch.cpu.get_capabilities() if hasattr(torch.cpu, 'get_capabilities') else {}
@@ -30,11 +30,13 @@ def resolve_dtype(
     if name != 'auto': return getattr(torch, name),'as asked'
     if device.type == 'cuda':
         fast = torch.cuda.get_device_capability(device)[0] >= 8
-        return (torch.bfloat16,'the GPU multiplies bfloat16') if fast else (torch.float16,'the GPU predates bfloat16')
-    if device.type == 'cpu' and _cpu_has_bfloat16(): return torch.bfloat16,'the CPU multiplies bfloat16'
+        if fast: return torch.bfloat16,'the GPU multiplies bfloat16'
+        return torch.float16,'the GPU predates bfloat16'
+    if device.type == 'cpu' and _cpu_has_bfloat16():
+        return torch.bfloat16,'the CPU multiplies bfloat16'
     return torch.float32,f'no fast bfloat16 on this {device.type}'
 
-# %% ../nbs/10_training.ipynb #64a0b1e0
+# %% ../nbs/10_training.ipynb #61075c45
 class TrainState:
     "All that one optimizer step changes, and how it is saved"
     def __init__(self,
@@ -62,7 +64,8 @@ class TrainState:
     def state_dict(self)->dict:
         "Everything but the weights, which the checkpoint holds under their own names"
         return dict(step=self.step, tokens=self.tokens, best_val_loss=self.best_val_loss,
-                    optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict(), rng=rng_state())
+                    optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict(),
+                    rng=rng_state())
 
     def load_state_dict(self, d:dict):
         "Continue from a `state_dict`"
@@ -71,7 +74,7 @@ class TrainState:
         if self.scaler.is_enabled() and d['scaler']: self.scaler.load_state_dict(d['scaler'])
         set_rng_state(d['rng'])
 
-# %% ../nbs/10_training.ipynb #57f22417
+# %% ../nbs/10_training.ipynb #08e9aed1
 def train_step(
     state:TrainState, # updated in place
     micro_batches:Iterable, # (tokens, targets) pairs, each (micro_batch_size, T)
@@ -96,7 +99,7 @@ def train_step(
     state.step += 1
     return dict(loss=total/n_targets, grad_norm=grad_norm, lr=lr)
 
-# %% ../nbs/10_training.ipynb #5a1d932a
+# %% ../nbs/10_training.ipynb #bc6d943c
 @torch.no_grad()
 def evaluate(
     model:Transformer,
@@ -114,11 +117,12 @@ def evaluate(
         nats,n_targets = nats+total.item(),n_targets+int(count)
         if token_bytes is not None: n_bytes += count_bytes(x, y, token_bytes, bos_id)
     model.train(was_training)
-    if not n_targets: raise TinyLLMError('there is nothing to evaluate', 'evaluation', 'use more validation text')
-    return dict(loss=nats/n_targets, bits_per_byte=bits_per_byte(nats, n_bytes) if n_bytes else None,
-                n_targets=n_targets, n_bytes=n_bytes)
+    if not n_targets: raise TinyLLMError(
+        'there is nothing to evaluate', 'evaluation', 'use more validation text')
+    bits = bits_per_byte(nats, n_bytes) if n_bytes else None
+    return dict(loss=nats/n_targets, bits_per_byte=bits, n_targets=n_targets, n_bytes=n_bytes)
 
-# %% ../nbs/10_training.ipynb #e185cbdd
+# %% ../nbs/10_training.ipynb #adc3d761
 def _due(
     step:int, # steps finished
     every:int, # period; 0: only at the end
@@ -127,28 +131,42 @@ def _due(
     "Whether something that happens each `every` steps happens at `step`"
     return step == last or bool(every) and step % every == 0
 
+def _undisturbed(event:dict)->Iterator[dict]:
+    "Hand out an event; whatever the reader draws meanwhile does not change the run"
+    before = rng_state()
+    yield event
+    set_rng_state(before)
+
+def _check_weights(state:TrainState):
+    "A finite loss and gradient may still lead to weights that are not; those are never saved"
+    broken = [k for k,p in state.model.named_parameters() if not p.isfinite().all()]
+    if broken: raise TinyLLMError(f'step {state.step} has made {broken[0]} infinite', 'training',
+                                  'resume from the last checkpoint with a lower optim.lr')
+
 def _check_finite(
     state:TrainState,
     metrics:dict # numbers of the step just done
 ):
-    "Stop before broken weights are saved; float16 may overflow in the gradient, its scaler skips the step"
-    if math.isfinite(metrics['loss']) and (state.scaler.is_enabled() or math.isfinite(metrics['grad_norm'])): return
-    raise TinyLLMError(f"loss {metrics['loss']} and gradient norm {metrics['grad_norm']} at step {state.step}",
-        'training', 'resume from the last checkpoint with a lower optim.lr, a longer warm-up or train.dtype=float32')
+    "Stop before broken weights are saved; the scaler of float16 skips a gradient that overflows"
+    loss,norm = metrics['loss'],metrics['grad_norm']
+    if math.isfinite(loss) and (state.scaler.is_enabled() or math.isfinite(norm)): return
+    raise TinyLLMError(f'loss {loss} and gradient norm {norm} at step {state.step}', 'training',
+        'resume from the last checkpoint with a lower optim.lr, a longer warm-up or '
+        'train.dtype=float32')
 
-# %% ../nbs/10_training.ipynb #24889122
+# %% ../nbs/10_training.ipynb #0a83dd71
 def fit(
     state:TrainState, # where to start; updated in place
     batches:StepBatches, # the run's windows of data
     evaluate:Optional[Callable]=None, # () -> dict with `val_loss`
     tell:Optional[Callable]=None, # () -> list of stories, asked after each evaluation
-    save:Optional[Callable]=None, # (validation loss of this step, or None) -> path of the checkpoint
+    save:Optional[Callable]=None, # (validation loss of this step or None) -> path of the checkpoint
     stopping:Callable=lambda: False, # asked after each step whether to end early
     meter:Optional[RateMeter]=None, # times the steps alone
     flops_per_token:int=0, # forward and backward [FLOPs]
     peak:Optional[float]=None # dense peak of the device [FLOP/s]
 )->Iterator[dict]: # events `train`, `eval`, `sample`, `checkpoint`, and `stop` at an early end
-    "Train up to `train.stop_at_step` or `train.steps`; hand out what is worth telling as it happens"
+    "Train to `train.stop_at_step` or `train.steps`; hand out what is worth telling as it happens"
     t,meter = state.cfg.train,meter or RateMeter()
     end = min(t.stop_at_step or t.steps, t.steps)
     for micro_batches in batches.prefetch(state.step, end, pin=state.device.type == 'cuda'):
@@ -156,7 +174,8 @@ def fit(
         step,stop = state.step,stopping() or state.step == end
         logged,saved = _due(step, t.log_every, t.steps),_due(step, t.save_every, t.steps)
         evaluated = evaluate and _due(step, t.eval_every, t.steps)
-        if logged or saved or evaluated or stop or state.device.type == 'cpu':  # elsewhere .item() waits for the device
+        needed = logged or saved or evaluated or stop
+        if needed or state.device.type == 'cpu':  # elsewhere .item() waits for the device
             metrics.update({k:float(metrics[k]) for k in ('loss', 'grad_norm')})
             _check_finite(state, metrics)
         meter.step(t.tokens_per_step)
@@ -164,12 +183,17 @@ def fit(
         with meter.pause():  # nothing below is training time, not even your reading of an event
             if logged:
                 rate = meter.take()
-                yield event('train', **metrics, **rate, mfu=mfu(flops_per_token, rate['tokens_per_s'], peak))
+                used = mfu(flops_per_token, rate['tokens_per_s'], peak)
+                yield from _undisturbed(event('train', **metrics, **rate, mfu=used))
             result = evaluate() if evaluated else {}
             is_best = result.get('val_loss', math.inf) < state.best_val_loss
             if is_best: state.best_val_loss = result['val_loss']
-            if result: yield event('eval', **result)
-            if result and tell: yield event('sample', stories=tell())
+            if result: yield from _undisturbed(event('eval', **result))
+            if result and tell:
+                yield from _undisturbed(event('sample', stories=tell()))
             if save and (saved or is_best or stop):
-                yield event('checkpoint' if saved or is_best else 'stop', path=str(save(result.get('val_loss'))))
+                _check_weights(state)
+                kind = 'checkpoint' if saved or is_best else 'stop'
+                path = save(result.get('val_loss'))
+                yield from _undisturbed(event(kind, path=str(path)))
         if stop: return
