@@ -13,7 +13,9 @@ def watch(event, args):
         writes = any(c in mode for c in "wax+") if isinstance(mode, str) else bool(flags & (os.O_WRONLY | os.O_RDWR))
         if isinstance(path, int): return # a descriptor that is open already
         if writes and "__pycache__" not in str(path) and str(path) != os.devnull: done.append(f"writes {path}")
-    elif event in ("socket.connect", "socket.getaddrinfo", "os.mkdir", "subprocess.Popen"): done.append(event)
+    elif event == "os.mkdir":
+        if "__pycache__" not in str(args[0]): done.append(f"makes {args[0]}") # Python's own, in a fresh clone
+    elif event in ("socket.connect", "socket.getaddrinfo", "subprocess.Popen"): done.append(event)
 
 before = set(threading.enumerate())
 sys.addaudithook(watch)
