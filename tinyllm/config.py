@@ -233,7 +233,7 @@ _SECTION_OF = {f.default_factory:f.name for f in dataclasses.fields(Config)}
 
 # %% ../nbs/00_config.ipynb #248b2210
 def quickstart()->Config:
-    "A laptop CPU, about a minute: the built-in stories"
+    "One CPU core, some minutes: the built-in stories"
     return Config(
         corpus=CorpusConfig(num_stories=25_000), tokenizer=TokenizerConfig(vocab_size=1024),
         model=ModelConfig(dim=192, n_layers=2, n_heads=6, seq_len=256, init_std=0.06),
@@ -340,7 +340,7 @@ ALIASES = dict(
     num_hidden_layers='model.n_layers', num_attention_heads='model.n_heads',
     num_key_value_heads='model.n_kv_heads', max_position_embeddings='model.seq_len',
     rms_norm_eps='model.norm_eps', vocab_source='tokenizer.model', out_dir='run.dir',
-    init_from='run.resume', decay_lr='optim.schedule', use_bias='model',
+    init_from='run.resume', decay_lr='optim.schedule',
     save_interval='train.save_every')
 
 def _nearest(key:str)->str:

@@ -70,7 +70,9 @@ class TrainState:
     def load_state_dict(self, d:dict):
         "Continue from a `state_dict`"
         self.step,self.best_val_loss = d['step'],d['best_val_loss']
+        asked = [{k:v for k,v in g.items() if k != 'params'} for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(d['optimizer'])
+        for group,now in zip(self.optimizer.param_groups, asked): group.update(now)  # settings win
         if self.scaler.is_enabled() and d['scaler']: self.scaler.load_state_dict(d['scaler'])
         set_rng_state(d['rng'])
 
