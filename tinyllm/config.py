@@ -260,15 +260,15 @@ def stories260K()->Config:
 
 def stories15M()->Config:
     "llama2.c's 15M: validation loss 1.072 on TinyStories"
-    return _stories(288, 6, 6, 6, 256, 32_000, 32, 128)
+    return _stories(288, 6, 6, 6, 256, 32_000, 32, 32)
 
 def stories42M()->Config:
     "llama2.c's 42M: validation loss 0.847 on TinyStories"
-    return _stories(512, 8, 8, 8, 1024, 32_000, 32, 32)
+    return _stories(512, 8, 8, 8, 1024, 32_000, 32, 8)
 
 def stories110M()->Config:
     "llama2.c's 110M: validation loss 0.760 on TinyStories"
-    return _stories(768, 12, 12, 12, 1024, 32_000, 32, 16)
+    return _stories(768, 12, 12, 12, 1024, 32_000, 32, 8)
 
 def tiny_llama()->Config:
     "The tiny-llama tutorial: 8.5M parameters on TinyStories"
