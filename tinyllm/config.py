@@ -53,7 +53,7 @@ class CorpusConfig:
     num_stories:int = 25_000 # size of the built-in corpus [stories]
     seed:int = 1 # seed of the built-in corpus
     text_key:str = 'story' # key of the text in a JSON record
-    separator:Optional[str] = None # splits a .txt, e.g. `<|endoftext|>`; none: one document a file
+    separator:Optional[str] = None # splits a .txt: `<|endoftext|>`, `\n\n`, …; none: one document a file
     on_bad:Literal['error','skip'] = 'error' # a bad record ends the stage or is skipped and counted
     mirror:Literal['modelscope','huggingface'] = 'modelscope' # where TinyStories is downloaded from
     url:Optional[str] = None # another address of the TinyStories archive

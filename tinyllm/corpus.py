@@ -440,7 +440,9 @@ def open_corpus(
     if source == 'tinystories':
         folder = fetch_tinystories(data_dir, cfg.mirror, cfg.url, cfg.sha256, progress=progress)
         kind,source = source,str(folder)
-    return file_corpus(source, cfg.text_key, cfg.separator, cfg.on_bad, cache, kind)
+    # a shell hands on `\n` as two characters, and nobody means a backslash by it
+    separator = cfg.separator and cfg.separator.replace('\\n', '\n').replace('\\t', '\t')
+    return file_corpus(source, cfg.text_key, separator, cfg.on_bad, cache, kind)
 
 def corpus_summary(
     corpus:Corpus # is read from end to end
