@@ -9,7 +9,7 @@ __all__ = ['PRESETS', 'ALIASES', 'TinyLLMError', 'CorpusConfig', 'TokenizerConfi
            'write_atomic', 'load_config', 'save_config', 'diff']
 
 # %% ../nbs/00_config.ipynb #3b96fe8f
-import dataclasses, difflib, linecache, os, re, types, typing
+import dataclasses, difflib, linecache, math, os, re, types, typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
@@ -86,40 +86,82 @@ class DataConfig:
         _check(self, ('val_fraction', lambda v: 0 < v <= 0.5, 'above 0 and at most 0.5'),
                ('shard_tokens', _positive, 'positive'))
 
+# %% ../nbs/00_config.ipynb #5c1e7a40
+def _check_model(
+    m # a ModelConfig
+):
+    "Refuse shapes that do not fit together"
+    positive = ('vocab_size pad_vocab_to dim n_layers n_heads n_kv_heads head_size hidden_dim '
+                'multiple_of seq_len norm_eps init_std rope_theta rope_original_len rope_beta_slow '
+                'rope_attention_factor rope_low_freq').split()
+    shares = 'dropout attn_dropout resid_dropout mlp_dropout'.split()
+    _check(m, *[(o, _positive, 'positive') for o in positive],
+           *[(o, _fraction, 'at least 0 and below 1') for o in shares])
+    size = 'head_size' if m.head_size else 'n_heads'
+    known = lambda v: 0 <= v < (m.vocab_size or math.inf)
+    _check(m, (size, lambda v: (m.head_size or m.dim % v == 0) and m.head_dim % 2 == 0,
+               'even' if m.head_size else f'such that dim={m.dim} divides into heads of even size'),
+           ('n_kv_heads', lambda v: m.n_heads % v == 0, f'a divisor of n_heads={m.n_heads}'),
+           *[(o, known, 'an id of the vocabulary') for o in ('pad_id', 'bos_id')])
+    scaled,by_length = m.rope_scaling is not None,m.rope_scaling in ('yarn', 'llama3')
+    _check(m, ('rope_factor', lambda v: v >= 1 if scaled else v == 1,
+               'at least 1' if scaled else '1 without rope_scaling'),
+           ('rope_original_len', lambda v: by_length, 'none unless rope_scaling is yarn or llama3'),
+           ('rope_scaling', lambda v: m.rope_original_len or not by_length,
+            'given together with rope_original_len'),
+           ('rope_scaling', lambda v: v != 'dynamic' or m.head_dim > 2, 'used with wider heads'),
+           ('rope_theta', lambda v: v > 1 or not scaled, 'above 1 with rope_scaling'),
+           ('rope_beta_fast', lambda v: v > m.rope_beta_slow, 'above rope_beta_slow'),
+           ('rope_high_freq', lambda v: v > m.rope_low_freq, 'above rope_low_freq'))
+
 # %% ../nbs/00_config.ipynb #feaa676e
 @dataclass(frozen=True)
 class ModelConfig:
     "Shape of the Llama"
-    vocab_size:Optional[int] = None # rows of the embedding; none: the tokenizer's size [tokens]
+    vocab_size:Optional[int] = None # token ids there are; none: the tokenizer's size [tokens]
+    pad_vocab_to:int = 1 # rows of the embedding: vocab_size, rounded up to a multiple of this
+    pad_id:Optional[int] = None # token id that is no target: left out of the loss
+    bos_id:Optional[int] = None # token id that begins a story; none: the tokenizer's
+    mask_stories:bool = False # no token attends to an earlier story of its window
     dim:int = 288 # width of the residual stream
     n_layers:int = 6 # transformer blocks
     n_heads:int = 6 # query heads
     n_kv_heads:Optional[int] = None # key and value heads (grouped-query attention); none: n_heads
+    head_size:Optional[int] = None # width of one head; none: dim/n_heads
     hidden_dim:Optional[int] = None # width of the feed-forward; none: 8/3 dim, rounded up
     multiple_of:int = 32 # the rounding of the feed-forward width
     seq_len:int = 256 # context length T [tokens]
+    attention_bias:bool = False # biases of the query, key and value projections (Qwen 2)
+    qk_norm:bool = False # RMSNorm on queries and keys
     norm_eps:float = 1e-5 # added under the root of RMSNorm
-    rope_theta:float = 10_000. # base of the rotary frequencies
-    dropout:float = 0. # share of activations dropped after embedding, attention and feed-forward
     tie_embeddings:bool = True # the output layer shares the embedding's weights
     init_std:float = 0.02 # standard deviation of fresh weights
-    qk_norm:bool = False # RMSNorm on queries and keys
-    def __post_init__(self):
-        positive = ('vocab_size dim n_layers n_heads n_kv_heads hidden_dim multiple_of seq_len '
-                    'norm_eps rope_theta init_std').split()
-        _check(self, *[(o, _positive, 'positive') for o in positive],
-               ('dropout', _fraction, 'at least 0 and below 1'))
-        _check(self, ('n_heads', lambda v: self.dim % v == 0 and self.dim//v % 2 == 0,
-                      f'such that dim={self.dim} divides into heads of even size'),
-               ('n_kv_heads', lambda v: self.n_heads % v == 0,
-                f'a divisor of n_heads={self.n_heads}'))
+    rope_theta:float = 10_000. # base of the rotary frequencies
+    rope_scaling:Optional[Literal['linear','dynamic','yarn','llama3']] = None # for longer contexts
+    rope_factor:float = 1. # how many times longer than before (all scalings)
+    rope_original_len:Optional[int] = None # context before scaling (yarn, llama3) [tokens]
+    rope_beta_fast:float = 32. # pairs that turn as often in it stay as they are (yarn) [turns]
+    rope_beta_slow:float = 1. # pairs that turn so seldom in it are scaled in full (yarn) [turns]
+    rope_attention_factor:Optional[float] = None # on cos and sin (yarn); none: 1 + ln(factor)/10
+    rope_high_freq:float = 4. # pairs that turn as often in it stay as they are (llama3) [turns]
+    rope_low_freq:float = 1. # pairs that turn so seldom in it are scaled in full (llama3) [turns]
+    dropout:float = 0. # share of activations dropped, where none of the next three says otherwise
+    attn_dropout:Optional[float] = None # of attention weights; none: dropout
+    resid_dropout:Optional[float] = None # of embeddings and of attention's output; none: dropout
+    mlp_dropout:Optional[float] = None # of the feed-forward's output; none: dropout
+    residual_float32:bool = True # under autocast the residual stream stays float32
+    def __post_init__(self): _check_model(self)
     @property
-    def head_dim(self)->int: return self.dim//self.n_heads
+    def head_dim(self)->int: return self.head_size or self.dim//self.n_heads
     @property
     def kv_heads(self)->int: return self.n_kv_heads or self.n_heads
     @property
     def ffn_dim(self)->int:
         return self.hidden_dim or -(-int(8*self.dim/3)//self.multiple_of)*self.multiple_of
+    @property
+    def padded_vocab(self)->int: return -(-self.vocab_size//self.pad_vocab_to)*self.pad_vocab_to
+    def dropout_of(self, place:str)->float: # `attn`, `resid` or `mlp`
+        return self.dropout if (own := getattr(self, f'{place}_dropout')) is None else own
 
 # %% ../nbs/00_config.ipynb #201801d0
 @dataclass(frozen=True)
