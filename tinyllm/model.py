@@ -217,6 +217,15 @@ def flops_per_token(
     return (3 if training else 1)*(2*multiplying + 4*attention)
 
 # %% ../nbs/05_model.ipynb #74ba5709
+def _attention_bytes(cfg, T, half, bfloat16, cpu):
+    "What attention keeps in one block [bytes per token]; see `attend`"
+    heads,kv,product = cfg.n_heads*cfg.head_dim,cfg.kv_heads*cfg.head_dim,2 if half else 4
+    qkv,dropped,masked = product*2*(heads+kv),cfg.dropout_of('attn') > 0,cfg.mask_stories
+    halves = bfloat16 and T <= MAX_HALVES and not (dropped or masked)
+    if half and cpu: qkv += 3*cfg.n_heads*T//2 if halves else qkv + 2*heads
+    if masked: qkv += (4 if cpu else product)*T # the mask as numbers, once more in each block
+    return qkv + 12*cfg.n_heads*T*(dropped and cpu) # its weights are stored before and after
+
 def memory_estimate(
     cfg:ModelConfig, # shape of the model
     micro_batch_size:int, # sequences per forward pass
@@ -224,21 +233,20 @@ def memory_estimate(
     dtype:str='float32', # type of the matrix products; weights are float32
     device:str='cpu' # where attention runs
 )->dict: # {part: bytes}, with 'total'
-    "Memory of one training step by what autograd keeps, dropout and workspace left out [bytes]"
-    n,half = count_params(cfg),dtype not in ('float32','auto')
-    heads,kv = cfg.n_heads*cfg.head_dim,cfg.kv_heads*cfg.head_dim
+    "Memory of one training step by what autograd keeps, workspace left out [bytes]"
+    n,half,cpu = count_params(cfg),dtype not in ('float32','auto'),device=='cpu'
     product = 2 if half else 4 # bytes of a number that enters a matrix product
     seq_len = seq_len or cfg.seq_len
-    attention = product*2*(heads+kv)
-    if half and device=='cpu': # see `attend`
-        halves = dtype=='bfloat16' and seq_len <= MAX_HALVES
-        attention += 3*cfg.n_heads*seq_len//2 if halves else attention + 2*heads
-    block = (16+10 if half else 24)*cfg.dim + attention + product*4*cfg.ffn_dim
-    top = (8+product)*cfg.dim
+    attention = _attention_bytes(cfg, seq_len, half, dtype=='bfloat16', cpu)
+    resid,mlp = (cfg.dropout_of(o) > 0 for o in ('resid','mlp'))
+    stream = (26 if cfg.residual_float32 else 20) if half else 24
+    stream += (resid+mlp)*(product if cpu else 1) # masks of dropout
+    block = stream*cfg.dim + attention + product*4*cfg.ffn_dim
+    top = (8 + product + resid*(4 if cpu else 1))*cfg.dim
     tokens = micro_batch_size*seq_len
     parts = dict(weights=(6 if half else 4)*n, gradients=4*n, optimizer=8*n,
                  activations=tokens*(cfg.n_layers*block + top),
-                 logits=tokens*cfg.vocab_size*(12+4*half))
+                 logits=tokens*cfg.padded_vocab*(12+4*half))
     return parts | dict(total=sum(parts.values()))
 
 # %% ../nbs/05_model.ipynb #e167ee90
