@@ -4,22 +4,23 @@
 
 # %% auto #0
 __all__ = ['TRAINER_STATE', 'DTYPES', 'MANIFEST', 'PICKLES', 'complete_state', 'rng_state', 'set_rng_state', 'tensor_bytes',
-           'safetensors_chunks', 'write_file', 'read_tensors', 'pack_tree', 'unpack_tree', 'hf_config', 'our_config',
-           'hf_tokenizer_config', 'unwrap', 'model_tensors', 'as_json', 'write_model', 'write_trainer', 'load_weights',
-           'fsync_dir', 'remove', 'seal', 'commit', 'settle', 'read_manifest', 'check_sizes', 'verify', 'by_loss',
-           'keep_steps', 'checkpoints', 'point', 'rotate', 'disk_errors', 'save_checkpoint', 'find_checkpoint',
-           'in_order', 'loss_of', 'whole', 'load_model', 'load_trainer', 'check_fingerprint', 'lock_run']
+           'safetensors_chunks', 'write_file', 'read_tensors', 'pack_tree', 'unpack_tree', 'unwrap', 'model_tensors',
+           'hf_tensors', 'our_tensors', 'as_json', 'write_model', 'write_trainer', 'load_weights', 'fsync_dir',
+           'remove', 'seal', 'commit', 'settle', 'read_manifest', 'check_sizes', 'verify', 'by_loss', 'keep_steps',
+           'checkpoints', 'point', 'rotate', 'disk_errors', 'save_checkpoint', 'find_checkpoint', 'in_order', 'loss_of',
+           'whole', 'load_model', 'load_trainer', 'check_fingerprint', 'lock_run']
 
 # %% ../nbs/08_checkpoint.ipynb #7c76c898
 import errno, fcntl, hashlib, json, math, os, random, re, shutil, socket, struct, warnings
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from .config import ModelConfig, TinyLLMError
+from .huggingface import hf_config, hf_generation, hf_tokenizer, model_card, our_config
+from .huggingface import run_figures
 from .model import Transformer
 from .tokenizer import Tokenizer
 
@@ -166,55 +167,6 @@ def unpack_tree(
     if kind == "dict": return {unpack_tree(k, tensors): unpack_tree(v, tensors) for k, v in value}
     return dict(list=list, tuple=tuple)[kind](unpack_tree(v, tensors) for v in value)
 
-# %% ../nbs/08_checkpoint.ipynb #dee7c8b2
-def hf_config(
-    cfg:ModelConfig, # shape of the model
-    tokenizer # whose control ids are noted
-)->dict: # contents of config.json
-    "Shape of the model in the words of Hugging Face's Llama, and in ours"
-    llama = not cfg.qk_norm
-    control = {f"{k}_token_id": v if v >= 0 else None for k, v in
-        dict(bos=tokenizer.bos_id, eos=tokenizer.eos_id, pad=tokenizer.pad_id).items()}
-    return dict(
-        architectures=["LlamaForCausalLM" if llama else "TinyLLMForCausalLM"],
-        model_type="llama" if llama else "tinyllm",
-        vocab_size=cfg.vocab_size, hidden_size=cfg.dim, intermediate_size=cfg.ffn_dim,
-        num_hidden_layers=cfg.n_layers, num_attention_heads=cfg.n_heads,
-        num_key_value_heads=cfg.kv_heads, head_dim=cfg.head_dim,
-        max_position_embeddings=cfg.seq_len, rms_norm_eps=cfg.norm_eps, hidden_act="silu",
-        rope_theta=cfg.rope_theta, # read by transformers 4
-        rope_parameters=dict(rope_type="default", rope_theta=cfg.rope_theta), # and by 5
-        tie_word_embeddings=cfg.tie_embeddings, attention_bias=False, mlp_bias=False,
-        attention_dropout=0.0, initializer_range=cfg.init_std, use_cache=True,
-        torch_dtype="float32", dtype="float32", **control, tinyllm=asdict(cfg))
-
-def our_config(
-    config:dict, # contents of config.json
-    where # the file, for messages
-)->ModelConfig:
-    "Inverse of `hf_config`"
-    known = {f.name for f in fields(ModelConfig)}
-    ours = config.get("tinyllm")
-    if not isinstance(ours, dict): raise TinyLLMError("was not written by tinyllm", str(where),
-        "name a directory that tinyllm has saved")
-    if set(ours) - known: raise TinyLLMError(
-        f"has settings this version does not know: {', '.join(sorted(set(ours) - known))}",
-        str(where), "use the version of tinyllm that wrote it, or a newer one")
-    return ModelConfig(**ours)
-
-# %% ../nbs/08_checkpoint.ipynb #a0dc4888
-def hf_tokenizer_config(
-    cfg:ModelConfig, # for the length of the context
-    tokenizer # whose control pieces are named
-)->dict: # contents of tokenizer_config.json
-    "What Hugging Face needs to know beside tokenizer.model"
-    ids = dict(bos=tokenizer.bos_id, eos=tokenizer.eos_id, unk=tokenizer.unk_id,
-        pad=tokenizer.pad_id)
-    return dict(tokenizer_class="LlamaTokenizer", legacy=False, add_bos_token=True,
-        add_eos_token=False, clean_up_tokenization_spaces=False, split_special_tokens=True,
-        model_max_length=cfg.seq_len,
-        **{f"{k}_token": tokenizer.table[i][0] for k, i in ids.items() if i >= 0})
-
 # %% ../nbs/08_checkpoint.ipynb #9edb72ce
 def unwrap(
     model # perhaps compiled, perhaps in DistributedDataParallel
@@ -233,6 +185,30 @@ def model_tensors(
     if model.cfg.tie_embeddings: tensors.pop("lm_head.weight", None)
     return tensors
 
+def hf_tensors(
+    model:Transformer # whose parameters are wanted
+)->dict: # name -> tensor
+    "The weights of a Llama: with biases it has one more, on the output of attention, here 0"
+    extra = {f"model.layers.{i}.self_attn.o_proj.bias": torch.zeros(model.cfg.dim)
+             for i in range(model.cfg.n_layers*model.cfg.attention_bias)}
+    return model_tensors(model) | extra
+
+def our_tensors(
+    tensors:dict, # name -> tensor, of a Llama or Qwen 2
+    cfg:ModelConfig, # shape of our model
+    where # the file, for messages
+)->dict: # without what our model has no place for and no need of
+    "Inverse of `hf_tensors`"
+    out = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")} # a table
+    for n in [n for n in out if cfg.attention_bias and n.endswith("o_proj.bias")]:
+        if out.pop(n).any(): raise TinyLLMError("has a bias that our model has no place for",
+            f"{where}: {n}", "only models with biases on queries, keys and values can be read")
+    if cfg.tie_embeddings and "lm_head.weight" in out: # written twice by some programs
+        if not torch.equal(out.pop("lm_head.weight"), out.get("model.embed_tokens.weight")):
+            raise TinyLLMError("has an output layer of its own, though config.json says it shares "
+                "the embedding", f"{where}: lm_head.weight", "set tie_word_embeddings to false")
+    return out
+
 def as_json(x)->list: # chunks for `write_file`
     "A JSON file, readable for people"
     return [(json.dumps(x, indent=1, allow_nan=False) + "\n").encode()]
@@ -241,23 +217,20 @@ def as_json(x)->list: # chunks for `write_file`
 def write_model(
     folder:Path, # exists
     model:Transformer, # its weights and shape
-    tokenizer # goes along
+    tokenizer, # goes along
+    figures:dict|None=None # of the run, see `run_figures`
 )->dict: # file name -> size and hash
     "A directory that Hugging Face transformers can load"
-    cfg = model.cfg
+    cfg, tensors = model.cfg, hf_tensors(model)
     if tokenizer.vocab_size > cfg.vocab_size: raise TinyLLMError(
         f"tokenizer has {tokenizer.vocab_size} pieces, the model rows for {cfg.vocab_size}",
         "save_checkpoint", "save a model with the tokenizer it was trained with")
-    config = hf_config(cfg, tokenizer)
-    control = {k: v for k, v in config.items() if k.endswith("_token_id")}
-    # a story ends where the next begins, so sampling stops at BOS as well as EOS
-    ends = [v for k, v in control.items() if k[:3] in ("bos", "eos") and v is not None]
-    files = {
-        "config.json": as_json(config),
-        "generation_config.json": as_json({**control, "eos_token_id": ends}),
-        "tokenizer.model": [tokenizer.model_bytes],
-        "tokenizer_config.json": as_json(hf_tokenizer_config(cfg, tokenizer)),
-        "model.safetensors": safetensors_chunks(model_tensors(model), {"format": "pt"})}
+    texts = {"config.json": hf_config(cfg, tokenizer),
+        "generation_config.json": hf_generation(cfg, tokenizer), **hf_tokenizer(cfg, tokenizer)}
+    card = model_card(cfg, tokenizer, sum(p.numel() for p in model.parameters()), figures)
+    files = {**{name: as_json(x) for name, x in texts.items()},
+        "README.md": [card.encode()], "tokenizer.model": [tokenizer.model_bytes],
+        "model.safetensors": safetensors_chunks(tensors, {"format": "pt"})}
     return {name: write_file(folder/name, chunks) for name, chunks in files.items()}
 
 def write_trainer(
@@ -485,7 +458,7 @@ def save_checkpoint(
         settle(root)
         try:
             tmp.mkdir()
-            files = write_model(tmp, unwrap(model), tokenizer)
+            files = write_model(tmp, unwrap(model), tokenizer, run_figures(root.parent, step))
             if trainer: files |= write_trainer(tmp, trainer, root.parent/"config.yaml")
             loss = val_loss if val_loss is None or math.isfinite(val_loss) else None
             commit(tmp, final, dict(format=1, step=step, val_loss=loss,
@@ -570,7 +543,8 @@ def load_model(
     tokenizer = Tokenizer(path/"tokenizer.model")
     check_fingerprint(path, tokenizer)
     model = Transformer(cfg)
-    load_weights(model, read_tensors(path/"model.safetensors"), path/"model.safetensors")
+    file = path/"model.safetensors"
+    load_weights(model, our_tensors(read_tensors(file), cfg, file), file)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return model.to(device=device, dtype=dtype).eval(), cfg, tokenizer
 
