@@ -161,7 +161,8 @@ class ModelConfig:
     @property
     def padded_vocab(self)->int: return -(-self.vocab_size//self.pad_vocab_to)*self.pad_vocab_to
     def dropout_of(self, place:str)->float: # `attn`, `resid` or `mlp`
-        return self.dropout if (own := getattr(self, f'{place}_dropout')) is None else own
+        own = dict(attn=self.attn_dropout, resid=self.resid_dropout, mlp=self.mlp_dropout)[place]
+        return self.dropout if own is None else own
 
 # %% ../nbs/00_config.ipynb #201801d0
 @dataclass(frozen=True)

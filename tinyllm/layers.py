@@ -232,7 +232,7 @@ class Attention(nn.Module):
         layer:int=0 # index of the block, the row of the cache
     ):
         super().__init__()
-        self.head_dim,self.layer,self.dropout = cfg.head_dim,layer,cfg.dropout_of('attn')
+        self.head_dim,self.layer,self.attn_dropout = cfg.head_dim,layer,cfg.dropout_of('attn')
         self.q_proj = nn.Linear(cfg.dim, cfg.n_heads*cfg.head_dim, bias=cfg.attention_bias)
         self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads*cfg.head_dim, bias=cfg.attention_bias)
         self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads*cfg.head_dim, bias=cfg.attention_bias)
@@ -253,7 +253,7 @@ class Attention(nn.Module):
         q,k = apply_rope(self.q_norm(q), cos, sin),apply_rope(self.k_norm(k), cos, sin)
         q,k,v = (o.transpose(1, 2) for o in (q,k,v)) # each (B, heads, T, head_dim)
         if cache is not None: k,v = cache.update(self.layer, k, v) # S = length+T positions
-        out = attend(q, k, v, mask, self.dropout if self.training else 0.)
+        out = attend(q, k, v, mask, self.attn_dropout if self.training else 0.)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1)) # (B, T, n_heads*head_dim)
 
 # %% ../nbs/04_layers.ipynb #65fae20d
