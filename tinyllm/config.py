@@ -200,6 +200,7 @@ class TrainConfig:
     device:str = 'auto' # `cpu`, `cuda`, `cuda:1`, `mps`; auto: the best there is
     threads:Optional[int] = None # CPU threads of PyTorch; none: PyTorch's choice
     seed:int = 1 # of the weights, the dropout and the order of the data
+    init_from:Optional[str] = None # run or checkpoint whose weights a new run begins with; none: random
     eval_every:int = 2000 # evaluation each so many steps and at the end; 0: only at the end [steps]
     eval_tokens:int = 200_000 # tokens of each split in one evaluation [tokens]
     log_every:int = 10 # a line of the log each so many steps [steps]
