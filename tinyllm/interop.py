@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'CLOSE', 'TYPES', 'read_hf_weights', 'read_bin', 'open_tokenizer', 'read_hf', 'read_foreign',
-           'import_model', 'aside', 'tuning_config', 'check_init', 'fresh_model', 'compare', 'export_model',
-           'may_replace']
+           'import_model', 'aside', 'tuning_config', 'best_checkpoint', 'check_init', 'fresh_model', 'compare',
+           'export_model', 'may_replace']
 
-# %% ../nbs/12_interop.ipynb #0321274b
+# %% ../nbs/12_interop.ipynb #a123e469
 import copy, dataclasses, json, os, pickle, shutil, tempfile
 from contextlib import contextmanager
 from pathlib import Path
 import torch
-from .checkpoint import PICKLES, as_json, check_fingerprint, find_checkpoint, load_model
-from .checkpoint import load_weights, our_tensors, read_tensors, save_checkpoint, write_file
-from .checkpoint import write_model
+from .checkpoint import PICKLES, as_json, check_fingerprint, checkpoints, find_checkpoint
+from .checkpoint import load_model, load_weights, loss_of, our_tensors, read_tensors
+from .checkpoint import save_checkpoint, write_file, write_model
 from .config import Config, ModelConfig, OptimConfig, RunConfig, TinyLLMError
 from .config import TokenizerConfig, TrainConfig, save_config
 from .gguf_file import gguf_notes, read_gguf, write_gguf
@@ -24,7 +24,7 @@ from .llama2c import write_llama2c, write_tokenizer_bin
 from .model import Transformer, count_params
 from .tokenizer import Tokenizer
 
-# %% ../nbs/12_interop.ipynb #d3461542
+# %% ../nbs/12_interop.ipynb #6572517c
 def read_hf_weights(
     folder:Path # of a model in Hugging Face's layout
 )->dict: # name -> tensor
@@ -67,7 +67,7 @@ def _json(path:Path)->dict:
     if isinstance(found, dict): return found
     raise TinyLLMError("is no JSON object", str(path), "copy the file again")
 
-# %% ../nbs/12_interop.ipynb #c5c74d83
+# %% ../nbs/12_interop.ipynb #584d72fd
 def open_tokenizer(
     path # tokenizer.model, tokenizer.json or tokenizer.bin; or a directory that holds one
 )->Tokenizer:
@@ -99,7 +99,7 @@ def read_hf(
     load_weights(model, tensors, folder)
     return model.eval(), tokenizer
 
-# %% ../nbs/12_interop.ipynb #b3a2025c
+# %% ../nbs/12_interop.ipynb #5771c506
 def read_foreign(
     path, # a directory of Hugging Face, a GGUF, or a model.bin of llama2.c
     tokenizer=None # path of a tokenizer; none: that of the model
@@ -150,7 +150,7 @@ def import_model(
         vocab_size=words.vocab_size, seq_len=model.cfg.seq_len, tokenizer=words.fingerprint[:12],
         train=f"tinyllm train --config {out}/config.yaml --corpus.source …")
 
-# %% ../nbs/12_interop.ipynb #c23df0c8
+# %% ../nbs/12_interop.ipynb #fd80ec42
 @contextmanager
 def aside(
     out:Path # what will be made
@@ -181,9 +181,16 @@ def tuning_config(
             tokens_per_step=rows*T*max(1, 32_768//(rows*T)), eval_every=100, save_every=200),
         run=RunConfig(name=f"{out.name}-tuned"))
 
-# %% ../nbs/12_interop.ipynb #4a8c9869
+# %% ../nbs/12_interop.ipynb #9babd2d5
 WEIGHTS = ("vocab_size", "dim", "n_layers", "n_heads", "kv_heads", "head_dim", "ffn_dim",
     "attention_bias", "qk_norm", "tie_embeddings", "norm_eps", "rope_theta")
+
+def best_checkpoint(
+    path # a run or a checkpoint
+)->Path: # the best one, the newest where none was evaluated (as in a run that was imported)
+    "The checkpoint that is given to others"
+    scored = any(loss_of(p) is not None for p in checkpoints(path).values())
+    return find_checkpoint(path, "best" if scored else "latest")
 
 def check_init(
     cfg:Config, # settings of a run, `model.vocab_size` set
@@ -191,7 +198,7 @@ def check_init(
 )->None:
     "Refuse weights that do not belong to these settings, before anything is written"
     if not cfg.train.init_from: return
-    path = find_checkpoint(cfg.train.init_from, "best")
+    path = best_checkpoint(cfg.train.init_from)
     check_fingerprint(path, tokenizer)
     theirs = our_config(_json(path/"config.json"), path)
     differ = [f"{k} {getattr(theirs, k)}, not {getattr(cfg.model, k)}" for k in WEIGHTS
@@ -205,12 +212,12 @@ def fresh_model(
     "The model that a run begins with: random weights, or those of `train.init_from`"
     model = Transformer(cfg.model)
     if cfg.train.init_from:
-        path = find_checkpoint(cfg.train.init_from, "best")
+        path = best_checkpoint(cfg.train.init_from)
         file = path/"model.safetensors"
         load_weights(model, our_tensors(read_tensors(file), cfg.model, file), file)
     return model
 
-# %% ../nbs/12_interop.ipynb #08e1c75e
+# %% ../nbs/12_interop.ipynb #43eab5a7
 CLOSE = dict(float32=0., float16=.02, bfloat16=.1, q8_0=.15) # share of the largest logit
 TYPES = dict(hf=("float32", "float16", "bfloat16"), llama2c=("float32", "q8_0"),
              gguf=("float32", "float16", "q8_0"))
@@ -243,7 +250,7 @@ def export_model(
                                            f"one of {', '.join(TYPES)}")
     if dtype not in TYPES[to]: raise TinyLLMError(f"{to} has no --dtype={dtype}", "export",
                                                   f"one of {', '.join(TYPES[to])}")
-    path, out = find_checkpoint(path, "best"), Path(out)
+    path, out = best_checkpoint(path), Path(out)
     model, cfg, tokenizer = load_model(path)
     may_replace(out, to)
     write = dict(hf=_write_hf, llama2c=_write_llama2c, gguf=_write_gguf)[to]
@@ -257,7 +264,7 @@ def export_model(
     return dict(out=str(out), to=to, dtype=dtype, files=[n.name for n in names.values()],
         bytes=size, largest_difference=off, notes=notes)
 
-# %% ../nbs/12_interop.ipynb #c7151bf3
+# %% ../nbs/12_interop.ipynb #b71c7069
 def _beside(out:Path, part:Path, main:Path)->Path: # where a part of the export goes
     return out if part == main else out.with_suffix(".tokenizer.bin")
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['log', 'FIXED', 'FREE', 'SWITCHES', 'COMMON', 'JSON', 'STAGES', 'TIMES', 'prepare_corpus', 'prepare_tokenizer',
            'prepare_data', 'prepare', 'provenance', 'build', 'train_events', 'stop_on_signal', 'train', 'summary',
-           'dry_run', 'Stage', 'run_corpus', 'run_tokenizer', 'run_data', 'run_train', 'run_sample', 'run_plot', 'main',
-           'comparable']
+           'dry_run', 'Stage', 'run_corpus', 'run_tokenizer', 'run_data', 'run_train', 'run_sample', 'run_plot',
+           'run_eval', 'run_export', 'run_import', 'main', 'comparable']
 
 # %% ../nbs/13_launch.ipynb #2b466bed
 import contextlib, dataclasses, itertools, json, logging
@@ -574,6 +574,60 @@ def run_plot(words:list, flags:dict)->dict:
     next(iter(axes)).figure.savefig(out, dpi=150)
     return dict(out=out)
 
+# %% ../nbs/13_launch.ipynb #61a07c48
+def _done(flags:dict, name:str):
+    "Refuse flags that a stage has not taken"
+    for flag in flags: raise TinyLLMError(f'--{flag} is not a flag of `tinyllm {name}`',
+        'command line', f'it takes {", ".join("--" + k for k in STAGES[name].flags)}')
+
+def _count(flags:dict, name:str)->Optional[int]:
+    "Take a flag that is a whole number above 0"
+    value = _value(flags, name)
+    if value is None or str(value).isdecimal() and int(value) > 0: return value and int(value)
+    raise TinyLLMError(f'--{name}={value} is no whole number above 0', 'command line',
+                       f'write --{name}=100')
+
+def run_eval(words:list, flags:dict)->dict:
+    "Loss, perplexity and bits per byte of a model on a text"
+    from tinyllm.checkpoint import load_model
+    from tinyllm.evaluate import evaluate_text
+    from tinyllm.interop import best_checkpoint
+    from tinyllm.model import pick_device
+    path,on = _checkpoint(words),_value(flags, 'on')
+    if not on: raise TinyLLMError('--on is missing', 'command line',
+        'name a text, a folder of shards, or builtin: --on=PATH')
+    counts = {k:_count(flags, k) for k in ('stride', 'limit')}
+    corpus = {k:_value(flags, k) for k in ('text_key', 'separator', 'split') if k in flags}
+    device = pick_device(_value(flags, 'device', 'auto'))
+    _done(flags, 'eval')
+    path = best_checkpoint(path)
+    model,_,tokenizer = load_model(path, device)
+    found = evaluate_text(model, tokenizer, on, **counts, **corpus)
+    return dict(model=str(path), on=str(on)) | found
+
+def run_export(words:list, flags:dict)->dict:
+    "A run for a neighbour: written, read back, compared"
+    from tinyllm.interop import export_model
+    path,to,out = _checkpoint(words),_value(flags, 'to'),_value(flags, 'out')
+    if not (to and out): raise TinyLLMError('--to and --out are needed', 'command line',
+        'write --to=hf|llama2c|gguf --out=PATH')
+    dtype,version = _value(flags, 'dtype', 'float32'),_value(flags, 'version')
+    if version not in (None, '0', '1', '2'): raise TinyLLMError(
+        f'--version={version} is no version of llama2.c', 'command line', 'write 0, 1 or 2')
+    _done(flags, 'export')
+    res = export_model(path, to, out, dtype, version and int(version))
+    for note in res['notes']: log.warning(f'note: {note}')
+    return res
+
+def run_import(words:list, flags:dict)->dict:
+    "Somebody's model as a run"
+    from tinyllm.interop import import_model
+    out,tokenizer = _value(flags, 'out'),_value(flags, 'tokenizer')
+    if len(words) != 1 or not out: raise TinyLLMError('one model and --out are needed',
+        'command line', 'write tinyllm import PATH --out=DIR')
+    _done(flags, 'import')
+    return import_model(words[0], out, tokenizer)
+
 # %% ../nbs/13_launch.ipynb #8729eaae
 STAGES = dict(
     corpus=Stage(run_corpus, 'open or download the stories',
@@ -587,7 +641,21 @@ STAGES = dict(
         f.name:None for f in dataclasses.fields(SampleConfig)} | dict(
         device='where to compute', stream='show the text as it grows') | JSON),
     plot=Stage(run_plot, 'curves of one run or several side by side', 'RUN [RUN …]', settings=False,
-               flags=dict(out='a .png, .svg or .pdf to write') | JSON))
+               flags=dict(out='a .png, .svg or .pdf to write') | JSON),
+    eval=Stage(run_eval, 'loss, perplexity and bits per byte on a text', 'RUN', settings=False,
+               flags=dict(on='file, folder or glob of texts; builtin; or a folder of token shards',
+                          limit='so many documents at most', stride='new tokens of each window '
+                          'behind the first (default: half the context)',
+                          split='of shards: val (default) or train',
+                          text_key='key of the text in a JSON record (default: story)',
+                          separator='splits a .txt', device='where to compute') | JSON),
+    export=Stage(run_export, 'a run for transformers, llama2.c or llama.cpp', 'RUN', settings=False,
+                 flags=dict(to='hf, llama2c or gguf', out='file to write; for hf a folder',
+                            dtype='float32 (default), float16, bfloat16 or q8_0',
+                            version='of llama2.c: 0, 1, or 2 (q8_0)') | JSON),
+    **{'import': Stage(run_import, 'a model of transformers, llama2.c or llama.cpp as a run', 'PATH',
+                       settings=False, flags=dict(out='folder of the run to make', tokenizer='path '
+                       'of its tokenizer (default: the one beside or inside)') | JSON)})
 
 def _help(
     name:Optional[str]=None # a stage; none: the list of stages
