@@ -388,19 +388,19 @@ def doors():
                 "--model.n_heads=4", "--model.n_kv_heads=2", "--model.seq_len=256", "--train.steps=200",
                 "--train.tokens_per_step=1024", "--train.micro_batch_size=4", "--train.eval_every=0", "--train.eval_tokens=4096",
                 "--train.save_every=0", "--optim.lr=3e-3", "--optim.warmup_steps=20", "--run.name=r", cwd=folder)
-        ask = ("--prompt", "Once upon a time", "--temperature=0", "--num_samples=1", "--max_new_tokens=250")
+        ask = ("--prompt", "Once upon a time", "--temperature=0", "--num_samples=1", "--max_new_tokens=200")
         story, bits = succeed("sample", "r", *ask, cwd=folder)[0], set()
         for to, out in dict(hf="hf", llama2c="m.bin", gguf="m.gguf").items():
             succeed("export", "r", f"--to={to}", f"--out={out}", cwd=folder)
             succeed("import", out, f"--out=runs/{to}", cwd=folder)
-            if (told := succeed("sample", to, *ask, cwd=folder)[0]) != story: raise Failed(f"{to} tells another story:\n{told}\n{story}")
-            found = json.loads(succeed("eval", to, "--on=builtin", "--limit=20", "--json", cwd=folder)[0])
+            if (told := succeed("sample", f"runs/{to}", *ask, cwd=folder)[0]) != story: raise Failed(f"{to} tells another story:\n{told}\n{story}")
+            found = json.loads(succeed("eval", f"runs/{to}", "--on=builtin", "--limit=20", "--json", cwd=folder)[0])
             bits.add(round(found["bits_per_byte"], 5))
         if len(bits) > 1: raise Failed(f"bits per byte differ: {bits}")
         theirs = sh(PYTHON, "-c", "import sys, torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
             "model, words = (c.from_pretrained('hf') for c in (AutoModelForCausalLM, AutoTokenizer))\n"
             "ids = words('Once upon a time', return_tensors='pt')\n"
-            "print('STORY', words.decode(model.generate(**ids, do_sample=False, max_new_tokens=250)[0], skip_special_tokens=True))",
+            "print('STORY', words.decode(model.generate(**ids, do_sample=False, max_new_tokens=200)[0], skip_special_tokens=True))",
             cwd=folder, env=environment(offline=True, HF_HUB_OFFLINE="1")).partition("STORY ")[2]
         if theirs.strip() != story.strip(): raise Failed(f"transformers tells another story:\n{theirs}\n{story}")
         if os.environ.get("LLAMA_CPP") == "no": return f"{bits.pop()} bits/byte; llama.cpp was left out"
