@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['position_losses', 'plot_positions']
 
-# %% ../nbs/05a_context.ipynb #b2976866
+# %% ../nbs/05a_context.ipynb #768e6c5f
 import torch
 import torch.nn.functional as F
 from .model import Transformer
 
-# %% ../nbs/05a_context.ipynb #adb136f1
+# %% ../nbs/05a_context.ipynb #c1878d80
 @torch.no_grad()
 def position_losses(
     model:Transformer, # in evaluation mode, if the windows are longer than its context
@@ -24,7 +24,7 @@ def position_losses(
         total = total + F.cross_entropy(logits.transpose(1, 2), w[:,1:], reduction='none').sum(0)
     return total/len(windows)
 
-# %% ../nbs/05a_context.ipynb #3fc40e23
+# %% ../nbs/05a_context.ipynb #2ef06dce
 def plot_positions(
     curves:dict, # name -> losses of positions 0, 1, … [nats], (T,)
     context:int, # trained length, drawn as a line [tokens]
