@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PRESETS', 'ALIASES', 'TinyLLMError', 'RunFailed', 'CorpusConfig', 'TokenizerConfig', 'DataConfig', 'ModelConfig',
-           'OptimConfig', 'TrainConfig', 'RunConfig', 'SampleConfig', 'Config', 'quickstart', 'stories260K',
-           'stories15M', 'stories42M', 'stories110M', 'tiny_llama', 'all_settings', 'flatten', 'make_parser',
-           'check_overrides', 'write_atomic', 'load_config', 'save_config', 'diff']
+           'OptimConfig', 'TrainConfig', 'DistributedConfig', 'RunConfig', 'SampleConfig', 'Config', 'quickstart',
+           'stories260K', 'stories15M', 'stories42M', 'stories110M', 'tiny_llama', 'all_settings', 'flatten',
+           'make_parser', 'check_overrides', 'write_atomic', 'load_config', 'save_config', 'diff']
 
 # %% ../nbs/00_config.ipynb #3b96fe8f
 import dataclasses, difflib, linecache, os, re, types, typing
@@ -176,6 +176,36 @@ class TrainConfig:
                ('device', lambda v: re.fullmatch(r'auto|cpu|mps|cuda(:\d+)?', v),
                 'auto, cpu, mps, cuda or cuda:N'))
 
+# %% ../nbs/00_config.ipynb #70e20a8f
+@dataclass(frozen=True)
+class DistributedConfig:
+    "Many processes, one model"
+    backend:Literal['auto','nccl','gloo'] = 'auto' # transport; auto: nccl on CUDA, else gloo
+    strategy:Literal['ddp','fsdp'] = 'ddp' # every process holds the model, or a shard of it
+    timeout_s:float = 600. # a peer that does not come or answer for so long ends the run [s]
+    compression:Literal['none','bf16','fp16','powersgd','powersgd+bf16'] = 'none' # of gradients
+    powersgd_rank:int = 16 # columns of the factors that stand for a gradient matrix
+    powersgd_warm_start:bool = True # start from the last step's factors
+    powersgd_error_feedback:bool = True # add what compression lost to the next step's gradient
+    powersgd_start_step:int = 2 # plain gradients before this many steps [steps]
+    powersgd_min_compression:float = 2. # matrices that shrink by less are sent as they are
+    powersgd_epsilon:float = 0. # added to lengths in Gram-Schmidt; 0: QR, which needs none
+    save_hook_state:bool = True # keep PowerSGD's memory of each process in checkpoints
+    static_graph:bool = False # promise DDP that every step uses the same weights
+    bucket_mb:float = 25. # gradients are sent in buckets of this size [MB]
+    activation_checkpointing:bool = False # compute blocks again in the backward pass to save memory
+    interface:Optional[str] = None # network interface to use (`eth0`); none: the system's choice
+    ib_disable:bool = False # keep NCCL off InfiniBand
+    p2p_disable:bool = False # keep NCCL off direct copies between GPUs
+    def __post_init__(self):
+        positive = 'timeout_s powersgd_rank powersgd_min_compression bucket_mb'.split()
+        _check(self, *[(o, _positive, 'positive') for o in positive],
+               ('powersgd_start_step', _not_negative, 'at least 0'),
+               ('powersgd_epsilon', _not_negative, 'at least 0'),
+               ('interface', lambda v: re.fullmatch(r'[\w.:-]+', v), 'the name of an interface'))
+        _check(self, ('compression', lambda v: self.strategy == 'ddp' or v == 'none',
+                      'none with strategy=fsdp, which reduces shards of its own'))
+
 # %% ../nbs/00_config.ipynb #62e9a2a3
 @dataclass(frozen=True)
 class RunConfig:
@@ -219,6 +249,7 @@ class Config:
     model:ModelConfig = field(default_factory=ModelConfig) # shape of the Llama
     optim:OptimConfig = field(default_factory=OptimConfig) # AdamW and its schedule
     train:TrainConfig = field(default_factory=TrainConfig) # the training loop
+    distributed:DistributedConfig = field(default_factory=DistributedConfig) # many processes
     run:RunConfig = field(default_factory=RunConfig) # where the run lives
     sample:SampleConfig = field(default_factory=SampleConfig) # stories told during training
     def __post_init__(self):
@@ -345,7 +376,17 @@ ALIASES = dict(
     num_key_value_heads='model.n_kv_heads', max_position_embeddings='model.seq_len',
     rms_norm_eps='model.norm_eps', vocab_source='tokenizer.model', out_dir='run.dir',
     init_from='run.resume', decay_lr='optim.schedule',
-    save_interval='train.save_every')
+    save_interval='train.save_every', grad_compress='distributed.compression',
+    use_powersgd='distributed.compression', bf16_compress='distributed.compression',
+    powerSGD='distributed.compression', matrix_approximation_rank='distributed.powersgd_rank',
+    start_powerSGD_iter='distributed.powersgd_start_step',
+    min_compression_rate='distributed.powersgd_min_compression',
+    orthogonalization_epsilon='distributed.powersgd_epsilon',
+    use_error_feedback='distributed.powersgd_error_feedback',
+    warm_start='distributed.powersgd_warm_start', bucket_cap_mb='distributed.bucket_mb',
+    nccl_ib_disable='distributed.ib_disable', nccl_p2p_disable='distributed.p2p_disable',
+    gradient_checkpointing='distributed.activation_checkpointing',
+    ddp_backend='distributed.backend', use_fsdp='distributed.strategy')
 
 def _nearest(key:str)->str:
     "A hint for an unknown key"
