@@ -7,7 +7,7 @@ __all__ = ['World', 'under_torchrun', 'run_id', 'restarts', 'PeerLost', 'about_p
            'follow_parent', 'sum_over', 'any_over', 'barrier', 'share', 'same_on_all', 'first', 'note_exit',
            'launch_local', 'free_port', 'run_ranks']
 
-# %% ../nbs/07_distributed.ipynb #6ceda3d0
+# %% ../nbs/07_distributed.ipynb #0cbb4477
 import ctypes, hashlib, json, os, signal, socket, subprocess, sys, tempfile, threading, time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from .config import DistributedConfig, RunFailed, TinyLLMError
 
-# %% ../nbs/07_distributed.ipynb #de97560c
+# %% ../nbs/07_distributed.ipynb #b58de4df
 @dataclass(frozen=True)
 class World:
     "One process among its peers; `World()` is a process alone"
@@ -37,7 +37,7 @@ class World:
         "The process that writes, logs and prints"
         return self.rank == 0
 
-# %% ../nbs/07_distributed.ipynb #baa3a6a4
+# %% ../nbs/07_distributed.ipynb #1785e040
 def _from_launcher(name:str, default:int)->int:
     "A whole number that the launcher left in the environment"
     value = os.environ.get(name, default)
@@ -57,7 +57,7 @@ def restarts()->int:
     "How often torchrun has restarted the group after a failure on this machine"
     return _from_launcher('TORCHELASTIC_RESTART_COUNT', 0)
 
-# %% ../nbs/07_distributed.ipynb #dcab7448
+# %% ../nbs/07_distributed.ipynb #3d7f7a53
 class PeerLost(RunFailed):
     "Another process of the group is gone or silent"
 
@@ -80,7 +80,7 @@ def naming_peers(world:World)->Iterator:
         raise PeerLost(f'rank {world.rank} of {world.size} lost its peers ({text})', 'distributed',
                        'look for the first error in the output of the other processes') from e
 
-# %% ../nbs/07_distributed.ipynb #e5bae31b
+# %% ../nbs/07_distributed.ipynb #e7ebf98d
 def _set_switches(cfg:DistributedConfig):
     "Environment that NCCL and gloo read when the group starts; only what was asked for"
     if cfg.ib_disable: os.environ['NCCL_IB_DISABLE'] = '1'
@@ -108,7 +108,7 @@ def _pick_backend(cfg:DistributedConfig, device:str, local_rank:int)->tuple: # b
         'distributed.backend=nccl needs GPUs', 'distributed', 'use gloo on CPU')
     return backend,f'cuda:{local_rank}' if device == 'cuda' else 'cpu'
 
-# %% ../nbs/07_distributed.ipynb #c813b177
+# %% ../nbs/07_distributed.ipynb #6d43569b
 def meet(
     cfg:DistributedConfig, # backend, timeout, network switches
     device:str='auto' # `auto`, `cpu` or `cuda`
@@ -125,7 +125,7 @@ def meet(
     except (RuntimeError, ValueError) as e: raise _no_meeting(e, rank, size, cfg) from e
     return World(rank, local_rank, size, backend, device, cfg.timeout_s, store)
 
-# %% ../nbs/07_distributed.ipynb #9f359b29
+# %% ../nbs/07_distributed.ipynb #11d32d61
 def _no_meeting(
     e:Exception, # from PyTorch
     rank:int, size:int, # of this process
@@ -148,7 +148,7 @@ def _no_meeting(
         'check that rank 0 runs, that address and port are right and that no firewall is between; '
         'distributed.interface chooses the network')
 
-# %% ../nbs/07_distributed.ipynb #80c7b40a
+# %% ../nbs/07_distributed.ipynb #c0019de6
 @contextmanager
 def open_world(
     cfg:DistributedConfig=DistributedConfig(), # backend, timeout, network switches
@@ -166,7 +166,7 @@ def open_world(
             barrier(world) # nobody hangs up while another is still listening
     finally: dist.destroy_process_group()
 
-# %% ../nbs/07_distributed.ipynb #b3bcd7ac
+# %% ../nbs/07_distributed.ipynb #8a3120dd
 def follow_parent(
     signum:int=signal.SIGKILL, # what this process gets when its parent is gone
     ask_kernel:bool=sys.platform == 'linux' # or look each second
@@ -181,7 +181,7 @@ def follow_parent(
     if not ask_kernel: threading.Thread(target=watch, daemon=True).start()
     elif gone(): os.kill(os.getpid(), signum) # it ended before the kernel knew
 
-# %% ../nbs/07_distributed.ipynb #db50d0ab
+# %% ../nbs/07_distributed.ipynb #eb549d61
 def sum_over(
     world:World,
     *values # numbers of this process
@@ -203,7 +203,7 @@ def barrier(world:World):
     "Wait until every process has come here"
     sum_over(world, 0)
 
-# %% ../nbs/07_distributed.ipynb #ea8b0ce5
+# %% ../nbs/07_distributed.ipynb #601f3d8c
 def share(
     world:World,
     value=None # of rank 0: plain values in lists and dicts; others' are ignored
@@ -232,7 +232,7 @@ def same_on_all(
         f'{what} of rank {", ".join(map(str, differ))} differ from those of rank 0', 'distributed',
         'start every process with the same code, settings and files')
 
-# %% ../nbs/07_distributed.ipynb #ea07570d
+# %% ../nbs/07_distributed.ipynb #bba9a4e6
 def _note(e:Optional[BaseException])->str: # JSON
     "How a section ended, for the notice board"
     if e is None: return json.dumps(None)
@@ -276,7 +276,7 @@ def _beating(world:World, section:str)->Iterator:
         done.set()
         thread.join()
 
-# %% ../nbs/07_distributed.ipynb #83ce1adf
+# %% ../nbs/07_distributed.ipynb #aed6674e
 @contextmanager
 def first(
     world:World,
@@ -298,7 +298,7 @@ def first(
             _leave(world, section, e)
             raise
 
-# %% ../nbs/07_distributed.ipynb #01cb60e8
+# %% ../nbs/07_distributed.ipynb #d7522886
 def _leave(
     world:World,
     section:str, # its place on the notice board
@@ -313,7 +313,7 @@ def _leave(
             time.sleep(0.05)
             seen = world.store.add(f'{section}/left', 0)
 
-# %% ../nbs/07_distributed.ipynb #3cf6cfd5
+# %% ../nbs/07_distributed.ipynb #61c38a5a
 _CODES = 'TINYLLM_EXIT_CODES' # folder where workers of `launch_local` leave how they ended
 
 def note_exit(
@@ -338,7 +338,7 @@ def _agent():
         sys.exit(f'tinyllm: rank {rank} ended with exit code {failure.exitcode}, '
                  'and the restarts are used up')
 
-# %% ../nbs/07_distributed.ipynb #89160f9c
+# %% ../nbs/07_distributed.ipynb #32224586
 def launch_local(
     nproc:int, # processes on this machine
     argv:list, # command line of each
@@ -364,7 +364,7 @@ def launch_local(
     if 2 in codes: return 2
     return 0 if passed and codes == [0]*nproc else code
 
-# %% ../nbs/07_distributed.ipynb #880df8c7
+# %% ../nbs/07_distributed.ipynb #c72f50f5
 @contextmanager
 def _passing_signals(
     child:subprocess.Popen # who gets them
@@ -381,7 +381,7 @@ def _passing_signals(
         for s,h in old.items(): signal.signal(s, h)
         if child.poll() is None: child.terminate()
 
-# %% ../nbs/07_distributed.ipynb #c660af03
+# %% ../nbs/07_distributed.ipynb #b937e5fc
 def free_port()->int:
     "A port that nobody listens on just now"
     with socket.socket() as s:
