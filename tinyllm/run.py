@@ -197,21 +197,20 @@ def _seed_of(*parts)->int: # below 2^32
 def _go_on(state, checkpoint:Path, trainer:dict):
     "Load the trainer's part of a checkpoint, perhaps of another number of processes, and say so"
     from tinyllm.checkpoint import HOOKS, rng_state, saved_world
-    world,d = state.world,state.cfg.distributed
+    world,saved = state.world,saved_world(checkpoint)
     if trainer['rng'] is None:  # this process was not there; it begins with numbers of its own
         _seed(_seed_of(state.cfg.train.seed, world.rank, trainer['step']))
         trainer['rng'] = rng_state()
-    state.load_state_dict(trainer)
-    saved,compressed = saved_world(checkpoint),'powersgd' in d.compression and world.size > 1
-    dropped = (checkpoint/HOOKS).exists() and not trainer['hook']
+    dropped = state.load_state_dict(trainer)
     if saved != world.size:
-        new = f'{world.size-saved} new' if world.size > saved else f'{saved-world.size} gone'
-        log.info(f'{saved} processes have become {world.size}: the data go on in the same order; '
-                 f'random states of processes: {new}')
-    if dropped: log.info('dropped: the memory of compressed communication, which belongs to '
-                         f'{saved} processes with the settings of then')
-    elif compressed and not trainer['hook']:
-        log.info('the checkpoint holds no memory of compressed communication: it starts empty')
+        new = (f'{world.size-saved} begin anew' if world.size > saved else
+               f'{saved-world.size} are given up')
+        log.info(f'{saved} processes have become {world.size}: the order of the data goes on; '
+                 f'of the random states {new}')
+        if (checkpoint/HOOKS).exists(): dropped = f'memory of PowerSGD (of {saved} processes)'
+    if dropped: log.info(f'dropped: {dropped}')
+    elif 'powersgd' in state.cfg.distributed.compression and world.size > 1 and not trainer['hook']:
+        log.info('the checkpoint holds no memory of PowerSGD, which begins empty')
 
 # %% ../nbs/12b_run.ipynb #c0b24085
 def _step_of(checkpoint:Path)->int:
@@ -319,7 +318,7 @@ class _Saver:
         from tinyllm.distributed import PeerLost
         state = self.state
         trainer = state.state_dict() | dict(data=self.data)
-        model = SimpleNamespace(cfg=state.model.cfg, state_dict=state.parallel.full_model_state)
+        model = SimpleNamespace(cfg=state.model.cfg, state_dict=state.parallel.model_state)
         if _sharded(state):  # gathered by all of them together
             weights = model.state_dict()
             model.state_dict = lambda: weights
@@ -366,7 +365,7 @@ def _whole_model(state):
     "The model to tell stories with; shards are put together for it on rank 0"
     from tinyllm.model import Transformer
     if not _sharded(state): return state.model
-    weights = state.parallel.full_model_state()
+    weights = state.parallel.model_state()
     if not state.world.main: return None
     model = Transformer(state.model.cfg).to(state.device)
     model.load_state_dict(weights)

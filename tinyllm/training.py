@@ -12,10 +12,11 @@ import torch
 from .checkpoint import rng_state, set_rng_state
 from .config import Config, RunFailed, TinyLLMError
 from .data import StepBatches, count_bytes
-from .distributed import World, any_over, parallelize, sum_over
+from .distributed import World, any_over, sum_over
 from .metrics import RateMeter, bits_per_byte, mfu
 from .model import Transformer
 from .optim import lr_at, make_optimizer
+from .parallel import parallelize
 
 # %% ../nbs/10_training.ipynb #82c22f9e
 def _cpu_has_bfloat16()->bool:
@@ -48,7 +49,8 @@ class TrainState:
         world:World=World() # the processes that train together
     ):
         self.cfg,self.model,self.device,self.dtype = cfg,model,device,dtype
-        self.world,self.parallel = world,parallelize(model, cfg, world)
+        self.world = world
+        self.parallel = parallelize(model, cfg.distributed, world, cfg.train.compile)
         self.optimizer = make_optimizer(model, cfg.optim, device)  # of weights perhaps sharded now
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.step,self.skipped,self.best_val_loss = 0,0,math.inf
@@ -67,10 +69,10 @@ class TrainState:
         "Everything but the weights, which the checkpoint holds under their own names"
         return dict(step=self.step, tokens=self.tokens, skipped=self.skipped,
                     best_val_loss=self.best_val_loss, scaler=self.scaler.state_dict(),
-                    optimizer=self.parallel.full_optim_state(self.optimizer),
-                    hook=self.parallel.hook_state(), rng=rng_state())
+                    optimizer=self.parallel.optim_state(self.optimizer),
+                    hook=self.parallel.hook_state() or None, rng=rng_state())
 
-    def load_state_dict(self, d:dict):
+    def load_state_dict(self, d:dict)->str: # what could not be taken over, or ''
         "Continue from a `state_dict`"
         self.step,self.best_val_loss = d['step'],d['best_val_loss']
         self.skipped = d.get('skipped', 0)
@@ -78,8 +80,8 @@ class TrainState:
         self.parallel.load_optim_state(self.optimizer, d['optimizer'])
         for group,now in zip(self.optimizer.param_groups, asked): group.update(now)  # settings win
         if self.scaler.is_enabled() and d['scaler']: self.scaler.load_state_dict(d['scaler'])
-        if d.get('hook') is not None: self.parallel.load_hook_state(d['hook'])
         set_rng_state(d['rng'])
+        return self.parallel.load_hook_state(d.get('hook') or {})
 
 # %% ../nbs/10_training.ipynb #08e9aed1
 def train_step(
@@ -106,11 +108,19 @@ def train_step(
     grad_norm = state.parallel.clip(cfg.grad_clip)
     res = dict(loss=total/n_targets, grad_norm=grad_norm, lr=lr)
     skip = state.cfg.train.on_nonfinite == 'skip' and not _finite(state, res)
-    if not skip: state.scaler.step(opt)  # leaves weights alone if a float16 gradient overflowed
+    if skip: _forget_broken(state)
+    else: state.scaler.step(opt)  # leaves weights alone if a float16 gradient overflowed
     state.scaler.update()
     opt.zero_grad(set_to_none=True)
     state.step,state.skipped = state.step+1,state.skipped+skip
     return res | dict(stop=bool(stop), nats=nats)
+
+def _forget_broken(state:TrainState):
+    "Compression must not add a broken gradient's error to the next one"
+    memory = state.parallel.hook.state_dict() if state.parallel.hook else {}
+    def sound(v): return {k:t for k,t in v.items() if t.isfinite().all()}
+    if memory: state.parallel.hook.load_state_dict(
+        {k:sound(v) if isinstance(v, dict) else v for k,v in memory.items()})
 
 def _finite(
     state:TrainState,
