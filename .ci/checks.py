@@ -313,6 +313,25 @@ def resume():
     return f"{kills} kills, {seconds:.0f} s unbroken"
 
 
+def by_script(*words, timeout)->str: # its last line
+    "A check that is a script of its own, which one may also run by hand; what it says is shown"
+    out = sh(PYTHON, *words, timeout=timeout)
+    print("     " + out.rstrip().replace("\n", "\n     "), flush=True)
+    return out.rstrip().split("\n")[-1]
+
+
+@check
+def two_nodes():
+    "Two network namespaces: a worker is killed, a machine goes silent (root only; .ci/two_nodes.py --scenes all)"
+    return by_script(".ci/two_nodes.py", timeout=600)
+
+
+@check
+def storm():
+    "Two processes, a few kills, a damaged checkpoint, a full disk (the whole storm: .ci/storm.py --kills 30)"
+    return by_script(".ci/storm.py", "--kills", "4", timeout=900)
+
+
 # ---------------------------------------------------------------- what a contributor needs
 
 @check
