@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['checkpoint_blocks', 'ddp', 'make_hook', 'probe', 'Parallel', 'settle', 'parallelize']
 
-# %% ../nbs/07b_parallel.ipynb #c6ca8c10
+# %% ../nbs/07b_parallel.ipynb #cfed50d0
 import time, warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +24,7 @@ from .config import DistributedConfig, TinyLLMError
 from .compression import GradientHook, TorchHook, message_bytes
 from .distributed import World, any_over
 
-# %% ../nbs/07b_parallel.ipynb #824ef635
+# %% ../nbs/07b_parallel.ipynb #ff6079b1
 def _recomputed(forward, *args):
     "Run `forward`; keep only its inputs, and run it again when gradients are asked for"
     if not torch.is_grad_enabled(): return forward(*args)
@@ -36,7 +36,7 @@ def checkpoint_blocks(
     "Trade time for memory (Chen et al. 2016): activations inside of blocks are not kept"
     for block in model.model.layers: block.forward = partial(_recomputed, block.forward)
 
-# %% ../nbs/07b_parallel.ipynb #80b9932a
+# %% ../nbs/07b_parallel.ipynb #bfb43187
 class _Loss(nn.Module):
     "DDP and FSDP prepare a module's `forward`, so the loss becomes one"
     def __init__(self, model:nn.Module, compiled:bool):
@@ -45,7 +45,7 @@ class _Loss(nn.Module):
         self.run = torch.compile(model.loss) if compiled else model.loss
     def forward(self, x, y): return self.run(x, y)
 
-# %% ../nbs/07b_parallel.ipynb #e559265a
+# %% ../nbs/07b_parallel.ipynb #9460f944
 def ddp(
     module:nn.Module, # whose `forward` gives a loss
     cfg:DistributedConfig, # size of buckets, static graph
@@ -60,7 +60,7 @@ def ddp(
             gradient_as_bucket_view=True, static_graph=cfg.static_graph,
             device_ids=[torch.device(world.device)] if 'cuda' in world.device else None)
 
-# %% ../nbs/07b_parallel.ipynb #bb7d6976
+# %% ../nbs/07b_parallel.ipynb #5097689e
 def make_hook(
     cfg:DistributedConfig, # which compression
     world:World,
@@ -72,8 +72,8 @@ def make_hook(
     if world.backend == 'nccl': return TorchHook(cfg, group)
     return GradientHook(cfg, dict(module.named_parameters()), world.size, group)
 
-def probe(
-    cfg:DistributedConfig, # which compression
+# %% ../nbs/07b_parallel.ipynb #08cf91b4
+def probe(cfg:DistributedConfig, # which compression
     world:World,
     make_hook=make_hook, # may be another, to see it fail
     limit_s:float=60. # a hang ends after this [s]
@@ -93,7 +93,7 @@ def probe(
         f'({problem or "another process failed"})', 'distributed.compression',
         'use none or another one, or another distributed.backend')
 
-# %% ../nbs/07b_parallel.ipynb #e426d407
+# %% ../nbs/07b_parallel.ipynb #00658842
 def _try_hook(toy, x, cfg, world, make_hook, group)->Optional[str]: # what is wrong
     "Compare a hook's gradients with DDP's own"
     grads = []
@@ -108,7 +108,7 @@ def _try_hook(toy, x, cfg, world, make_hook, group)->Optional[str]: # what is wr
     error = float((grads[0]-grads[1]).norm()/grads[0].norm())
     return None if error < 0.02 else f'gradients are off by {error:.0%}'
 
-# %% ../nbs/07b_parallel.ipynb #e1f562f3
+# %% ../nbs/07b_parallel.ipynb #e3f0578d
 class Parallel:
     "A model trained by one process or many: the same calls, the same gradients"
     def __init__(self,
@@ -149,7 +149,7 @@ class Parallel:
         self._start = _now(grad)
         return grad*self.world.size if self.world.size > 1 else grad
 
-# %% ../nbs/07b_parallel.ipynb #c7bd3eb5
+# %% ../nbs/07b_parallel.ipynb #2e44d90e
 def _now(tensor:torch.Tensor): # seconds, or a CUDA event
     "The present, on the device that works"
     if not tensor.is_cuda: return time.perf_counter()
@@ -176,7 +176,7 @@ def settle(
             parallel.model.zero_grad(set_to_none=True)
     whole.run = compiled
 
-# %% ../nbs/07b_parallel.ipynb #b3edc080
+# %% ../nbs/07b_parallel.ipynb #3ea3798a
 @patch
 @contextmanager
 def last(self:Parallel,
@@ -211,7 +211,7 @@ def last_backward(self:Parallel)->dict: # backward_ms, full_bytes, sent_bytes, c
     span = comm.pop('span', None)
     return comm | dict(backward_ms=_ms_between(*span)) if span else comm
 
-# %% ../nbs/07b_parallel.ipynb #7b0fbb03
+# %% ../nbs/07b_parallel.ipynb #06b089ce
 @patch
 def clip(self:Parallel,
     max_norm:float=1. # limit of the joint norm; 0: only measure
@@ -223,7 +223,17 @@ def clip(self:Parallel,
     if max_norm: nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
-# %% ../nbs/07b_parallel.ipynb #6aef6ab4
+# %% ../nbs/07b_parallel.ipynb #11f20b5b
+def parallelize(
+    model:nn.Module, # a Transformer with its weights, on its device
+    cfg:DistributedConfig, # strategy, compression, activation checkpointing
+    world:World=World(),
+    compiled:bool=False # run the loss through torch.compile
+)->Parallel:
+    "Train `model` on all processes of `world`; under fsdp make the optimizer afterwards"
+    return Parallel(model, cfg, world, compiled)
+
+# %% ../nbs/07b_parallel.ipynb #6b2c8ad3
 @patch
 def _gather(self:Parallel, tree):
     "Whole tensors on rank 0 from the shards of all; every process must ask"
@@ -260,7 +270,7 @@ def load_optim_state(self:Parallel,
                        for k,v in s.items()} for i,s in state['state'].items()}
     optimizer.load_state_dict(state | dict(state=moments))
 
-# %% ../nbs/07b_parallel.ipynb #68f5fbdf
+# %% ../nbs/07b_parallel.ipynb #f12f72e1
 @patch
 def hook_state(self:Parallel)->dict: # tensors and plain values; {}: nothing to keep
     "What this process's gradient hook must remember over a restart"
@@ -269,21 +279,11 @@ def hook_state(self:Parallel)->dict: # tensors and plain values; {}: nothing to 
 @patch
 def load_hook_state(self:Parallel,
     state:dict # from `hook_state` of this rank; {}: there is none
-)->str: # what could not be taken over, or ''
+)->str: # a sentence for the log on what could not be taken over, or ''
     "Go on with a hook's memory, where it fits"
     mine = self.hook.state_dict() if self.hook else {}
-    if not mine: return f"{state['kind']} memory of PowerSGD (not in use now)" if state else ''
-    if not state: return ''
-    if state['kind'] != mine['kind']: return 'memory of PowerSGD (of another backend)'
+    if not mine: return 'the memory of PowerSGD is dropped: it is not in use now' if state else ''
+    if not state: return 'PowerSGD starts without memory: none was saved for this process'
+    if state['kind'] != mine['kind']: return 'the memory of PowerSGD is dropped: other backend'
     self.hook.load_state_dict(state)
     return ''
-
-# %% ../nbs/07b_parallel.ipynb #05216054
-def parallelize(
-    model:nn.Module, # a Transformer with its weights, on its device
-    cfg:DistributedConfig, # strategy, compression, activation checkpointing
-    world:World=World(),
-    compiled:bool=False # run the loss through torch.compile
-)->Parallel:
-    "Train `model` on all processes of `world`; under fsdp make the optimizer afterwards"
-    return Parallel(model, cfg, world, compiled)
