@@ -10,7 +10,8 @@ from pathlib import Path
 from checks import Failed, SMALL, outcome, tail
 from group import ended, kill, last_row, main, must_equal_undisturbed, none_left, steps_saved, torchrun, until, workers, workplace
 
-PHASES = ["stepping", "saving", "evaluating", "starting"] # what the group is doing when it is hit
+AIMS = [("worker", "stepping"), ("worker", "starting"), ("worker", "saving"), ("group", "evaluating"), # who is hit, doing what
+        ("worker", "evaluating"), ("group", "starting"), ("group", "saving"), ("group", "stepping")]
 DAMAGED = ["model.safetensors", "trainer/rank-1.safetensors", "manifest.json"]
 EVAL_EVERY = 10 # [steps]
 SETTINGS = [*SMALL[1:], "--train.micro_batch_size=1", f"--train.eval_every={EVAL_EVERY}", "--distributed.timeout_s=30"]
@@ -121,7 +122,7 @@ def storm(top:Path, kills:int, rng, want, steps:int)->str:
     faults = list(itertools.product(DAMAGED, ["cut", "flip", "tear"]))
     rng.shuffle(faults)
     n_faults, tally, runs, done = len(faults), collections.Counter(), 0, 0
-    aims = itertools.cycle([("worker", p) for p in PHASES[:3]] + [("group", p) for p in PHASES])
+    aims = itertools.cycle(AIMS)
     while done < kills:
         runs += 1
         run = Run(top, f"storm-{runs}", steps, kills)
@@ -155,7 +156,8 @@ def full_disk(top:Path, want, steps:int)->str:
     said = [l for l in run.said().splitlines() if "space" in l.lower()]
     if not said: raise Failed(f"full disk: exit code {code}, and nobody speaks of space\n{tail(run.said())}")
     if code not in (0, 1): raise Failed(f"full disk: exit code {code}\n{tail(run.said())}")
-    if "Traceback" in run.said().split("ChildFailedError")[0]: raise Failed(f"full disk: a traceback\n{tail(run.said(), 60)}")
+    if "Traceback" in run.said().split("failed (exitcode")[0]: # torchrun's own comes later
+        raise Failed(f"full disk: a traceback\n{tail(run.said(), 60)}")
     left = must_be_whole(run.dir)
     subprocess.run(["mount", "-o", f"remount,size={20*one}", disk], check=True)
     run.start("--resume")
