@@ -261,7 +261,7 @@ SMALL = ["train", "--corpus.num_stories=1200", "--tokenizer.vocab_size=400", "--
          "--model.n_heads=2", "--model.n_kv_heads=1", "--model.hidden_dim=64", "--model.seq_len=384", "--model.dropout=0.1",
          f"--train.steps={STEPS}", "--train.tokens_per_step=1536", "--train.micro_batch_size=2", "--train.eval_every=10",
          "--train.eval_tokens=3072", "--train.log_every=1", "--train.save_every=3", "--train.threads=1", "--run.name=small"]
-TIMES = {"time_s", "tokens_per_s", "step_ms", "mfu", "eta_s"} # fields of metrics.jsonl that may differ
+TIMES = {"time_s", "tokens_per_s", "step_ms", "mfu", "eta_s", "backward_ms", "comm_ms"} # fields of metrics.jsonl that may differ
 
 def outcome(run:Path):
     "Final weights and log of a run, without times"

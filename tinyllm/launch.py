@@ -208,7 +208,9 @@ def main(
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *args, **kw: log.warning(f'warning: {message}')
             return _dispatch(argv)
-    except TinyLLMError as e: return fail(1 if isinstance(e, RunFailed) else 2, e)
+    except TinyLLMError as e:
+        if isinstance(e, RunFailed): return fail(1, e)
+        return 2 if getattr(e, 'told', False) else fail(2, e)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -363,11 +363,14 @@ def _loop(
 
 def _whole_model(state):
     "The model to tell stories with; shards are put together for it on rank 0"
+    from tinyllm.checkpoint import rng_state, set_rng_state
     from tinyllm.model import Transformer
     if not _sharded(state): return state.model
     weights = state.parallel.model_state()
     if not state.world.main: return None
-    model = Transformer(state.model.cfg).to(state.device)
+    before = rng_state()
+    model = Transformer(state.model.cfg).to(state.device)  # draws weights, to no purpose
+    set_rng_state(before)
     model.load_state_dict(weights)
     return model
 
@@ -557,7 +560,10 @@ def _train(cfg:Config, world)->Optional[dict]:
     events = train_events(cfg, lambda: bool(signals), world)
     steps = dict(total=cfg.train.steps, unit='step', disable=None if world.main else True)
     with logging_redirect_tqdm([log]), contextlib.closing(events):  # outside the run's log file
-        first = next(events, None)  # preparing can simply be interrupted
+        try: first = next(events, None)  # preparing can simply be interrupted
+        except TinyLLMError as e:
+            e.told = not world.main  # a mistake that rank 0 has heard of, and tells
+            raise
         if first:
             if world.size > 1: log.info(f'{world.size} processes, {world.backend}')
             echo_s = 2. if world.size > 1 else 0.
@@ -628,7 +634,7 @@ def dry_run(
                 tokens_per_s=rate, eta_hours=tokens/rate/3600)
 
 # %% ../nbs/12b_run.ipynb #017188c6
-TIMES = ('time_s', 'tokens_per_s', 'step_ms', 'mfu')
+TIMES = ('time_s', 'tokens_per_s', 'step_ms', 'mfu', 'backward_ms', 'comm_ms')
 
 def comparable(
     run # a run directory

@@ -177,8 +177,8 @@ MAX_SKIPS = 10 # so many steps left out in a row end the run all the same
 
 def _check_weights(state:TrainState):
     "A finite loss and gradient may still lead to weights that are not; those are never saved"
-    mine = ((k, getattr(p, '_local_tensor', p)) for k,p in state.model.named_parameters())
-    broken = [k for k,p in mine if not p.isfinite().all()]
+    def mine(p): return p.to_local() if hasattr(p, 'to_local') else p  # of a sharded weight
+    broken = [k for k,p in state.model.named_parameters() if not mine(p).isfinite().all()]
     if any_over(state.world, bool(broken)): raise RunFailed(
         f'step {state.step} has made {(broken or ["a weight"])[0]} infinite', 'training',
         'resume from the last checkpoint with a lower optim.lr')
@@ -252,7 +252,8 @@ def fit(
             if logged:
                 rate = meter.take()
                 used = mfu(flops_per_token, rate['tokens_per_s'], peak, state.world.size)
-                yield from _undisturbed(event('train', **metrics, **rate, mfu=used))
+                sent = state.parallel.last_backward() if state.world.size > 1 else {}
+                yield from _undisturbed(event('train', **metrics, **rate, mfu=used, **sent))
             result = evaluate() if evaluated else {}
             is_best = result.get('val_loss', math.inf) < state.best_val_loss
             if is_best: state.best_val_loss = result['val_loss']
