@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Channel', 'orthonormal', 'factor_rank', 'PowerSGD', 'wire_dtype', 'message_bytes', 'GradientHook', 'TorchHook']
 
-# %% ../nbs/07a_compression.ipynb #adb22536
+# %% ../nbs/07a_compression.ipynb #64d5de9e
 import time, zlib
 from typing import Callable, Iterable, Optional
 import numpy as np
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from .config import DistributedConfig, TinyLLMError
 
-# %% ../nbs/07a_compression.ipynb #2e9efd99
+# %% ../nbs/07a_compression.ipynb #4faa6fc3
 class Channel:
     "Means over all processes, counted and timed; numbers may travel in a smaller type"
     def __init__(self,
@@ -38,7 +38,7 @@ class Channel:
         self.seconds += time.perf_counter()-start
         return values
 
-# %% ../nbs/07a_compression.ipynb #bfda3662
+# %% ../nbs/07a_compression.ipynb #903663d3
 def orthonormal(
     p:torch.Tensor, # float32, (rows, rank), rank <= rows
     epsilon:float=0. # added to each length in Gram-Schmidt; 0: QR instead
@@ -52,7 +52,7 @@ def orthonormal(
         column /= column.norm() + epsilon
     return p
 
-# %% ../nbs/07a_compression.ipynb #e5412e8c
+# %% ../nbs/07a_compression.ipynb #558909a5
 def factor_rank(
     shape:tuple, # of a gradient
     cfg:DistributedConfig # rank and least gain
@@ -64,7 +64,7 @@ def factor_rank(
     worth = rows*columns > cfg.powersgd_min_compression*(rows+columns)*rank
     return rank if worth else 0
 
-# %% ../nbs/07a_compression.ipynb #8d334b21
+# %% ../nbs/07a_compression.ipynb #f22d2979
 class PowerSGD:
     "Gradients as products of two thin factors (Vogels et al. 2019, algorithms 1 and 2)"
     def __init__(self,
@@ -96,7 +96,7 @@ class PowerSGD:
     def _start(self, name:str, grad:torch.Tensor, rank:int)->torch.Tensor: # (columns, rank)
         "Where the power iteration starts: the same on every process, without a message"
         q = self.q.get(name)
-        if q is None:
+        if q is None or q.shape[1] != rank: # the rank may have been changed on resuming
             seed = zlib.crc32(f'{name} {self.step}'.encode())
             q = torch.randn(grad.shape[1], rank, generator=torch.Generator().manual_seed(seed))
         return orthonormal(q.to(grad.device), self.cfg.powersgd_epsilon)
@@ -116,7 +116,7 @@ class PowerSGD:
         self.step = d['step']
         self.error,self.q = ({n:t.clone() for n,t in d[k].items()} for k in ('error', 'q'))
 
-# %% ../nbs/07a_compression.ipynb #f729acd4
+# %% ../nbs/07a_compression.ipynb #9a16b85e
 def wire_dtype(cfg:DistributedConfig)->Optional[torch.dtype]: # none: as the gradients are
     "The type in which numbers travel"
     return {'bf16':torch.bfloat16, 'fp16':torch.float16}.get(cfg.compression.split('+')[-1])
@@ -133,7 +133,7 @@ def message_bytes(
         n += rank*(s[0] + s[1:].numel()) if rank else s.numel()
     return n*size
 
-# %% ../nbs/07a_compression.ipynb #ff7a8256
+# %% ../nbs/07a_compression.ipynb #e9ec1409
 class GradientHook:
     "What DDP calls for each bucket of gradients; made for gloo, right on any backend"
     def __init__(self,
@@ -156,7 +156,7 @@ class GradientHook:
 
     def load_state_dict(self, d:dict):
         "Go on from a `state_dict`"
-        self.power.load_state_dict(d)
+        if self.power: self.power.load_state_dict(d)
 
     def send(self, bucket:dist.GradBucket)->torch.futures.Future[torch.Tensor]:
         "Replace a bucket by its mean; no message is left under way, so none can be overtaken"
@@ -169,7 +169,7 @@ class GradientHook:
         done.set_result(bucket.buffer())
         return done
 
-# %% ../nbs/07a_compression.ipynb #540d0ba9
+# %% ../nbs/07a_compression.ipynb #db53e194
 class TorchHook:
     "The same with PyTorch's own hooks, whose messages overlap with the backward pass on nccl"
     def __init__(self,
@@ -204,6 +204,7 @@ class TorchHook:
         self.power.iter = d['step']
         for k,a in _TABLES.items():
             setattr(self.power, a, {int(i):t.clone() for i,t in d[k].items()})
-        self.power.rng.set_state(('MT19937', d['rng_keys'].numpy().astype(np.uint32), *d['rng'], 0.))
+        keys = d['rng_keys'].numpy().astype(np.uint32)
+        self.power.rng.set_state(('MT19937', keys, *d['rng'], 0.))
 
 _TABLES = dict(error='error_dict', p='p_memory_dict', q='q_memory_dict')

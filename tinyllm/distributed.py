@@ -7,7 +7,7 @@ __all__ = ['World', 'under_torchrun', 'run_id', 'restarts', 'PeerLost', 'about_p
            'meet', 'open_world', 'follow_parent', 'sum_over', 'any_over', 'barrier', 'share', 'same_on_all', 'first',
            'note_exit', 'launch_local', 'run_ranks']
 
-# %% ../nbs/07_distributed.ipynb #0b8134e8
+# %% ../nbs/07_distributed.ipynb #0da19090
 import ctypes, hashlib, json, os, re, signal, socket, subprocess, sys, tempfile, threading
 import time, uuid
 from contextlib import contextmanager, suppress
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from .config import DistributedConfig, RunFailed, TinyLLMError
 
-# %% ../nbs/07_distributed.ipynb #54864326
+# %% ../nbs/07_distributed.ipynb #f98756ce
 @dataclass(frozen=True)
 class World:
     "One process among its peers; `World()` is a process alone"
@@ -37,7 +37,7 @@ class World:
         "The process that writes, logs and prints"
         return self.rank == 0
 
-# %% ../nbs/07_distributed.ipynb #b4e70c51
+# %% ../nbs/07_distributed.ipynb #ccd3beba
 def _from_launcher(name:str, default:int)->int:
     "A whole number that the launcher left in the environment"
     value = os.environ.get(name, default)
@@ -57,7 +57,7 @@ def restarts()->int:
     "How often torchrun has restarted the group after a failure on this machine"
     return _from_launcher('TORCHELASTIC_RESTART_COUNT', 0)
 
-# %% ../nbs/07_distributed.ipynb #5e9a786e
+# %% ../nbs/07_distributed.ipynb #91caecc5
 class PeerLost(RunFailed):
     "Another process of the group is gone or silent"
 
@@ -76,11 +76,11 @@ def naming_peers(world:World)->Iterator:
     try: yield
     except RuntimeError as e:
         if not about_peers(e): raise
-        text = re.sub(r'^.*?\] | This is .*|\. Original exception.*', '', str(e).split('\n')[0])[:160]
+        text = re.sub(r'^\[.*?\] | This is .*|\. Original .*', '', str(e).split('\n')[0])[:160]
         raise PeerLost(f'rank {world.rank} of {world.size} lost its peers ({text})', 'distributed',
                        'look for the first error in the output of the other processes') from e
 
-# %% ../nbs/07_distributed.ipynb #96d96eb6
+# %% ../nbs/07_distributed.ipynb #950a63c8
 def _set_switches(cfg:DistributedConfig):
     "Environment that NCCL and gloo read when the group starts; only what was asked for"
     if cfg.ib_disable: os.environ['NCCL_IB_DISABLE'] = '1'
@@ -108,7 +108,7 @@ def _pick_backend(cfg:DistributedConfig, device:str, local_rank:int)->tuple: # b
         'distributed.backend=nccl needs GPUs', 'distributed', 'use gloo on CPU')
     return backend,f'cuda:{local_rank}' if device == 'cuda' else 'cpu'
 
-# %% ../nbs/07_distributed.ipynb #eeebb9f8
+# %% ../nbs/07_distributed.ipynb #b6cb8503
 def free_port()->int:
     "A port that nobody listens on just now"
     with socket.socket() as s:
@@ -149,7 +149,7 @@ def _notice_board(rank:int, limit_s:float)->dist.Store:
     return dist.TCPStore(addr, port, is_master=opens, wait_for_workers=False,
                          timeout=timedelta(seconds=limit_s))
 
-# %% ../nbs/07_distributed.ipynb #3b5eda1c
+# %% ../nbs/07_distributed.ipynb #ec4d1ec2
 def call_roll(
     store, # the notice board
     rank:int, size:int, # of this process
@@ -179,7 +179,7 @@ def call_roll(
     store.set(f'go/{number}', '')
     return number
 
-# %% ../nbs/07_distributed.ipynb #cd7f0764
+# %% ../nbs/07_distributed.ipynb #9e5016b1
 def meet(
     cfg:DistributedConfig, # backend, timeout, network switches
     device:str='auto' # `auto`, `cpu` or `cuda`
@@ -198,7 +198,7 @@ def meet(
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return replace(world, store=store)
 
-# %% ../nbs/07_distributed.ipynb #fa33315e
+# %% ../nbs/07_distributed.ipynb #f331abe4
 @contextmanager
 def open_world(
     cfg:DistributedConfig=DistributedConfig(), # backend, timeout, network switches
@@ -209,14 +209,16 @@ def open_world(
     if _from_launcher('WORLD_SIZE', 1) == 1:
         yield World(device=device)
         return
-    world = meet(cfg, device)
+    world,ended = meet(cfg, device),False
     try:
         with naming_peers(world):
             yield world
             barrier(world) # nobody hangs up while another is still listening
-    finally: dist.destroy_process_group()
+        ended = True
+    finally: # NCCL would wait for peers that are gone; the end of the process frees it as well
+        if ended or world.backend == 'gloo': dist.destroy_process_group()
 
-# %% ../nbs/07_distributed.ipynb #78a27858
+# %% ../nbs/07_distributed.ipynb #fba17346
 def follow_parent(
     signum:int=signal.SIGKILL, # what this process gets when its parent is gone
     ask_kernel:bool=sys.platform == 'linux' # or look each second
@@ -231,7 +233,7 @@ def follow_parent(
     if not ask_kernel: threading.Thread(target=watch, daemon=True).start()
     elif gone(): os.kill(os.getpid(), signum) # it ended before the kernel knew
 
-# %% ../nbs/07_distributed.ipynb #3b4345eb
+# %% ../nbs/07_distributed.ipynb #7a009c04
 def sum_over(
     world:World,
     *values # numbers of this process
@@ -253,7 +255,7 @@ def barrier(world:World):
     "Wait until every process has come here"
     sum_over(world, 0)
 
-# %% ../nbs/07_distributed.ipynb #c27302a7
+# %% ../nbs/07_distributed.ipynb #fbb5bc00
 def share(
     world:World,
     value=None # of rank 0: plain values in lists and dicts; others' are ignored
@@ -282,7 +284,7 @@ def same_on_all(
         f'{what} of rank {", ".join(map(str, differ))} differ from those of rank 0', 'distributed',
         'start every process with the same code, settings and files')
 
-# %% ../nbs/07_distributed.ipynb #298c7a92
+# %% ../nbs/07_distributed.ipynb #37c7553e
 def _note(e:Optional[BaseException])->str: # JSON
     "How a section ended, for the notice board"
     if e is None: return json.dumps(None)
@@ -326,17 +328,17 @@ def _beating(world:World, section:str)->Iterator:
         done.set()
         thread.join()
 
-# %% ../nbs/07_distributed.ipynb #f4b27c7f
+# %% ../nbs/07_distributed.ipynb #61b6aa00
 @contextmanager
 def first(
     world:World,
-    silence_s:float=600. # a peer without heartbeat for so long is taken for dead [s]
+    silence_s:Optional[float]=None # without a heartbeat for so long, a peer is taken for dead [s]
 )->Iterator:
     "Rank 0 passes through the block alone, then the first of each machine, then the others"
     if world.size == 1:
         yield
         return
-    section = f'first/{next(world.sections)}'
+    section,silence_s = f'first/{next(world.sections)}',silence_s or max(600, world.timeout_s)
     before = {0, world.rank-world.local_rank} - {world.rank}
     with naming_peers(world), _beating(world, section):
         try:
@@ -348,7 +350,7 @@ def first(
             _leave(world, section, e)
             raise
 
-# %% ../nbs/07_distributed.ipynb #18a21d86
+# %% ../nbs/07_distributed.ipynb #be95ca0d
 def _leave(
     world:World,
     section:str, # its place on the notice board
@@ -363,7 +365,7 @@ def _leave(
             time.sleep(0.05)
             seen = world.store.add(f'{section}/left', 0)
 
-# %% ../nbs/07_distributed.ipynb #c3cd89f4
+# %% ../nbs/07_distributed.ipynb #faf4dab3
 _CODES = 'TINYLLM_EXIT_CODES' # folder where workers of `launch_local` leave how they ended
 
 def note_exit(
@@ -388,7 +390,7 @@ def _agent():
         sys.exit(f'tinyllm: rank {rank} ended with exit code {failure.exitcode}, '
                  'and the restarts are used up')
 
-# %% ../nbs/07_distributed.ipynb #27bc91ae
+# %% ../nbs/07_distributed.ipynb #78cff4e3
 def launch_local(
     nproc:int, # processes on this machine
     argv:list, # command line of each
@@ -398,6 +400,7 @@ def launch_local(
     last_s:int=600 # time that workers have after a signal [s]
 )->int: # exit code
     "Start a group of processes on this machine with torchrun, and wait for it"
+    pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) if on_line else {}
     with tempfile.TemporaryDirectory() as d:
         env = os.environ | {_CODES:d, 'TORCH_ELASTIC_SHUTDOWN_TIMEOUT':str(last_s)}
         env.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1)//nproc)))
@@ -405,8 +408,7 @@ def launch_local(
         child = subprocess.Popen(
             [sys.executable, '-c', agent, '--standalone', '--nproc-per-node', str(nproc),
              '--max-restarts', str(max_restarts), '-m', module, *argv],
-            env=env, start_new_session=True, # so that Ctrl-C comes through us, once
-            **(dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) if on_line else {}))
+            env=env, start_new_session=True, **pipe) # Ctrl-C then comes through us, once
         with _passing_signals(child) as passed:
             for line in child.stdout or (): on_line(line.rstrip('\n'))
             code = child.wait()
@@ -414,7 +416,7 @@ def launch_local(
     if 2 in codes: return 2
     return 0 if passed and codes == [0]*nproc else code
 
-# %% ../nbs/07_distributed.ipynb #91d3d4d8
+# %% ../nbs/07_distributed.ipynb #8ad3252b
 @contextmanager
 def _passing_signals(
     child:subprocess.Popen # who gets them
@@ -431,7 +433,7 @@ def _passing_signals(
         for s,h in old.items(): signal.signal(s, h)
         if child.poll() is None: child.terminate()
 
-# %% ../nbs/07_distributed.ipynb #b0f9f1df
+# %% ../nbs/07_distributed.ipynb #08049c9c
 def run_ranks(
     size:int, # processes
     source:str, # a Python script that each of them runs
@@ -442,7 +444,7 @@ def run_ranks(
 )->list: # (exit code, output) of each
     "Run a script as a group of processes on this machine, without a launcher"
     env = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port or free_port(), WORLD_SIZE=size,
-               OMP_NUM_THREADS=1, **env)
+               OMP_NUM_THREADS=1) | env
     with tempfile.TemporaryDirectory() as d:
         path = Path(d, 'ranks.py')
         path.write_text(source)
