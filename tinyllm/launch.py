@@ -209,8 +209,8 @@ def main(
             warnings.showwarning = lambda message, *args, **kw: log.warning(f'warning: {message}')
             return _dispatch(argv)
     except TinyLLMError as e:
-        if isinstance(e, RunFailed): return fail(1, e)
-        return 2 if getattr(e, 'told', False) else fail(2, e)
+        code = 1 if isinstance(e, RunFailed) else 2
+        return code if getattr(e, 'told', False) else fail(code, e)  # rank 0 has told it
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -286,7 +286,10 @@ def _worker(argv:list)->int:
     code = main(['train', *argv])
     if 'TORCHELASTIC_RUN_ID' not in os.environ: return code  # and PyTorch is not imported for it
     from tinyllm.distributed import note_exit
-    return note_exit(code)
+    code = note_exit(code)
+    if not code: return 0
+    for stream in (sys.stdout, sys.stderr): stream.flush()
+    os._exit(code)  # tidying up could wait for, or trip over, a group that is broken
 
 # %% ../nbs/13_launch.ipynb #9baf3051
 #| eval: false

@@ -331,7 +331,7 @@ class _Saver:
         except PeerLost: raise
         except RunFailed as e:
             self.failed = e
-            return log.warning(f'warning: step {state.step}: {e}; training goes on')
+            return log.info(f'warning: step {state.step}: {e}')  # told once, by rank 0
         self.failed = None
         return _place(path, self.run)
 
@@ -346,6 +346,7 @@ def _loop(
 )->Iterator[dict]: # events
     "`fit`, wired"
     import torch
+    from tinyllm.distributed import PeerLost
     from tinyllm.metrics import peak_flops
     from tinyllm.model import flops_per_token
     from tinyllm.training import fit
@@ -355,11 +356,15 @@ def _loop(
         model = _whole_model(state)
         return tellers[state.step >= t.steps](model) if state.world.main else []
     gpu = torch.cuda.get_device_name(state.device) if state.device.type == 'cuda' else None
-    try: yield from fit(state, batches, lambda: losses(state), stories, save, stopping,
-                        flops_per_token=flops_per_token(cfg.model, T),
-                        peak=peak_flops(gpu, state.dtype))
-    except RunFailed as e: raise type(e)(e.what, e.where, f'{e.fix}; {_last_good(run)}') from e
-    if save.failed: raise save.failed
+    try:
+        yield from fit(state, batches, lambda: losses(state), stories, save, stopping,
+                       flops_per_token=flops_per_token(cfg.model, T),
+                       peak=peak_flops(gpu, state.dtype))
+        if save.failed: raise save.failed
+    except RunFailed as e:
+        failed = type(e)(e.what, e.where, f'{e.fix}; {_last_good(run)}')
+        failed.told = not state.world.main and not isinstance(e, PeerLost)  # by rank 0
+        raise failed from e
 
 def _whole_model(state):
     "The model to tell stories with; shards are put together for it on rank 0"

@@ -81,7 +81,9 @@ class TrainState:
         for group,now in zip(self.optimizer.param_groups, asked): group.update(now)  # settings win
         if self.scaler.is_enabled() and d['scaler']: self.scaler.load_state_dict(d['scaler'])
         set_rng_state(d['rng'])
-        return self.parallel.load_hook_state(d.get('hook') or {})
+        memory = {k:{n:t.to(self.device) for n,t in v.items()} if isinstance(v, dict) else v
+                  for k,v in (d.get('hook') or {}).items()}
+        return self.parallel.load_hook_state(memory)
 
 # %% ../nbs/10_training.ipynb #08e9aed1
 def train_step(
