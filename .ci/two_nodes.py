@@ -16,7 +16,7 @@ SETTINGS = [*SMALL[1:], f"--train.steps={STEPS}", "--train.micro_batch_size=1", 
 SHORT = ["worker", "node"]
 
 
-def why_not()->str: # empty when all is there
+def why_not()->str|None: # None when all is there
     "What this machine lacks"
     if sys.platform != "linux": return "network namespaces are a thing of Linux"
     if os.geteuid(): return "only root may make network namespaces"
@@ -203,4 +203,6 @@ if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--scenes", default=",".join(SHORT), help=f"all, or some of {','.join(SCENES)}")
     names = p.parse_args().scenes
-    sys.exit(main(lambda: check(list(SCENES) if names == "all" else names.split(","))))
+    names = list(SCENES) if names == "all" else names.split(",")
+    if unknown := set(names) - set(SCENES): p.error(f"no such scene: {', '.join(unknown)}; there are {', '.join(SCENES)}")
+    sys.exit(main(lambda: check(names)))
