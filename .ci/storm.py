@@ -98,7 +98,7 @@ def whole_group(run:Run, rng, faults)->str:
 
 def must_fall_back(run:Run, saved:list, fault):
     "The damaged checkpoint is named in a warning, and an earlier one is used"
-    def resumed(): return run.over() or re.search(r"^step (\d+): resume", run.said(), re.M)
+    def resumed(): return run.over() or re.search(r"step (\d+): resume", run.said()) # two processes write into one line now and then
     found = until(f"resuming with a damaged {fault[0]}", resumed, run.log)
     step = int(found.group(1)) if found is not True else None
     said = [l for l in run.said().splitlines() if f"step-{saved[-1]}" in l and "instead" in l]
@@ -182,7 +182,7 @@ def check(
     seed:int, # of all that is random
 )->str: # note
     "All of it"
-    rng, begin, steps = random.Random(seed), time.monotonic(), 30 + 6*kills
+    rng, begin, steps = random.Random(seed), time.monotonic(), 30 + 2*kills
     print(f"seed {seed}", flush=True)
     with workplace() as top:
         run = Run(top, "undisturbed", steps, 0)
