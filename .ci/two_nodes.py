@@ -21,9 +21,12 @@ def why_not()->str|None: # None when all is there
     if sys.platform != "linux": return "network namespaces are a thing of Linux"
     if os.geteuid(): return "only root may make network namespaces"
     if not shutil.which("ip"): return "the ip command is not installed (iproute2)"
-    probe = subprocess.run(["ip", "netns", "add", f"{NAME}-{os.getpid()}-probe"], capture_output=True, text=True)
-    if probe.returncode: return f"no network namespace can be made here ({probe.stderr.strip()})"
-    subprocess.run(["ip", "netns", "del", f"{NAME}-{os.getpid()}-probe"], check=False)
+    space = f"{NAME}-{os.getpid()}-probe"
+    try:
+        ip("netns", "add", space)
+        ip("-n", space, "link", "add", "one", "type", "veth", "peer", "name", "other")
+    except Failed as e: return f"no network namespace with a virtual cable can be made here ({e})"
+    finally: subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
 class Node:
