@@ -201,15 +201,15 @@ def ended(
 def none_left(
     what:str, # for the message
     within:float=30, # [s]
-    but=(), # pids that may stay
-):
-    "Every process of ours has ended"
-    deadline = time.monotonic() + within
-    while left := set(processes(os.getpid())) - set(but):
-        if time.monotonic() > deadline:
+)->float: # how long it took [s]
+    "Wait until every process of ours has ended"
+    begin = time.monotonic()
+    while left := processes(os.getpid()):
+        if time.monotonic() > begin + within:
             names = [Path(f"/proc/{p}/cmdline").read_bytes().replace(b"\0", b" ").decode()[-120:] for p in left if state_of(p) != "X"]
             raise Failed(f"{what}: still running after {within:.0f} s: {names}")
         time.sleep(0.1)
+    return time.monotonic() - begin
 
 
 def main(

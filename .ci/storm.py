@@ -13,8 +13,8 @@ from group import ended, kill, last_row, main, must_equal_undisturbed, none_left
 AIMS = [("worker", "stepping"), ("worker", "starting"), ("worker", "saving"), ("group", "evaluating"), # who is hit, doing what
         ("worker", "evaluating"), ("group", "starting"), ("group", "saving"), ("group", "stepping")]
 DAMAGED = ["model.safetensors", "trainer/rank-1.safetensors", "manifest.json"]
-EVAL_EVERY = 10 # [steps]
-SETTINGS = [*SMALL[1:], "--train.micro_batch_size=1", f"--train.eval_every={EVAL_EVERY}", "--distributed.timeout_s=30"]
+EVAL_EVERY, TIMEOUT = 10, 30 # [steps], [s]
+SETTINGS = [*SMALL[1:], "--train.micro_batch_size=1", f"--train.eval_every={EVAL_EVERY}", f"--distributed.timeout_s={TIMEOUT}"]
 
 
 class Run:
@@ -22,7 +22,7 @@ class Run:
     def __init__(self, top:Path, name:str, steps:int, restarts:int, extra=()):
         self.top, self.log, self.dir = top, top/f"{name}.log", top/"runs"/name
         self.settings = [*SETTINGS, f"--train.steps={steps}", f"--run.name={name}", *extra]
-        self.restarts = restarts
+        self.restarts, self.outlived = restarts, 0 # [s] longest that workers lived on without torchrun
         self.log.touch()
         self.start()
 
@@ -86,7 +86,7 @@ def whole_group(run:Run, rng, faults)->str:
     orphans = rng.random() < 0.5
     kill(run.agent.pid, *([] if orphans else run.workers().values()))
     run.agent.wait()
-    none_left("torchrun killed, its workers") # they must notice by themselves
+    run.outlived = max(run.outlived, none_left("torchrun killed, its workers", TIMEOUT + 45)) # they notice, or nobody answers
     saved, fault = steps_saved(run.dir), None
     if len(saved) > 1 and faults:
         fault = faults.pop()
@@ -121,7 +121,7 @@ def storm(top:Path, kills:int, rng, want, steps:int)->str:
     "Kill until enough were killed; each run that ends must be the undisturbed one"
     faults = list(itertools.product(DAMAGED, ["cut", "flip", "tear"]))
     rng.shuffle(faults)
-    n_faults, tally, runs, done = len(faults), collections.Counter(), 0, 0
+    n_faults, tally, runs, done, outlived = len(faults), collections.Counter(), 0, 0, 0
     aims = itertools.cycle(AIMS)
     while done < kills:
         runs += 1
@@ -134,8 +134,10 @@ def storm(top:Path, kills:int, rng, want, steps:int)->str:
             print(f"     kill {done}: {what[0]}, while {what[1]}, log at step {last_row(run.dir).get('step')}", flush=True)
         run.finish(f"the storm, run {runs}")
         must_equal_undisturbed(run.dir, want)
+        outlived = max(outlived, run.outlived)
     seen = ", ".join(f"{n} {p}" for p, n in tally.items())
-    return f"{done} kills ({seen}) and {n_faults - len(faults)} damaged checkpoints in {runs} run(s) of {steps} steps: weights and log as undisturbed"
+    return (f"{done} kills ({seen}) and {n_faults - len(faults)} damaged checkpoints in {runs} run(s) of {steps} steps: "
+            f"weights and log as undisturbed; workers lived on for {outlived:.1f} s at most when torchrun was killed")
 
 
 # ---------------------------------------------------------------- a full disk
