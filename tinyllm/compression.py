@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Channel', 'orthonormal', 'factor_rank', 'PowerSGD', 'wire_dtype', 'message_bytes', 'GradientHook', 'TorchHook']
 
-# %% ../nbs/07a_compression.ipynb #3d1baef9
+# %% ../nbs/07a_compression.ipynb #4dc03680
 import time, zlib
 from typing import Callable, Iterable, Optional
 import numpy as np
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from .config import DistributedConfig, TinyLLMError
 
-# %% ../nbs/07a_compression.ipynb #f383b912
+# %% ../nbs/07a_compression.ipynb #d7f1fdf8
 class Channel:
     "Means over all processes, counted and timed; numbers may travel in a smaller type"
     def __init__(self,
@@ -38,7 +38,7 @@ class Channel:
         self.seconds += time.perf_counter()-start
         return values
 
-# %% ../nbs/07a_compression.ipynb #eb5c9642
+# %% ../nbs/07a_compression.ipynb #468b52e7
 def orthonormal(
     p:torch.Tensor, # float32, (rows, rank), rank <= rows
     epsilon:float=0. # added to each length in Gram-Schmidt; 0: QR instead
@@ -52,7 +52,7 @@ def orthonormal(
         column /= column.norm() + epsilon
     return p
 
-# %% ../nbs/07a_compression.ipynb #7fa5ef1d
+# %% ../nbs/07a_compression.ipynb #486fc7e0
 def factor_rank(
     shape:tuple, # of a gradient
     cfg:DistributedConfig # rank and least gain
@@ -64,7 +64,7 @@ def factor_rank(
     worth = rows*columns > cfg.powersgd_min_compression*(rows+columns)*rank
     return rank if worth else 0
 
-# %% ../nbs/07a_compression.ipynb #1bd75a2b
+# %% ../nbs/07a_compression.ipynb #3a2e539b
 class PowerSGD:
     "Gradients as products of two thin factors (Vogels et al. 2019, algorithms 1 and 2)"
     def __init__(self,
@@ -116,7 +116,7 @@ class PowerSGD:
         self.step = d['step']
         self.error,self.q = ({n:t.clone() for n,t in d[k].items()} for k in ('error', 'q'))
 
-# %% ../nbs/07a_compression.ipynb #12daae8a
+# %% ../nbs/07a_compression.ipynb #373be77c
 def wire_dtype(cfg:DistributedConfig)->Optional[torch.dtype]: # none: as the gradients are
     "The type in which numbers travel"
     return {'bf16':torch.bfloat16, 'fp16':torch.float16}.get(cfg.compression.split('+')[-1])
@@ -133,7 +133,7 @@ def message_bytes(
         n += rank*(s[0] + s[1:].numel()) if rank else s.numel()
     return n*size
 
-# %% ../nbs/07a_compression.ipynb #e65c8b13
+# %% ../nbs/07a_compression.ipynb #901d2956
 class GradientHook:
     "What DDP calls for each bucket of gradients; made for gloo, right on any backend"
     def __init__(self,
@@ -169,7 +169,7 @@ class GradientHook:
         done.set_result(bucket.buffer())
         return done
 
-# %% ../nbs/07a_compression.ipynb #9e455796
+# %% ../nbs/07a_compression.ipynb #a35a87d2
 class TorchHook:
     "The same with PyTorch's own hooks, whose messages overlap with the backward pass on nccl"
     def __init__(self,

@@ -7,7 +7,7 @@ __all__ = ['World', 'under_torchrun', 'run_id', 'restarts', 'PeerLost', 'about_p
            'meet', 'open_world', 'follow_parent', 'sum_over', 'any_over', 'barrier', 'share', 'same_on_all', 'first',
            'note_exit', 'launch_local', 'run_ranks']
 
-# %% ../nbs/07_distributed.ipynb #0da19090
+# %% ../nbs/07_distributed.ipynb #b4c3e96f
 import ctypes, hashlib, json, os, re, signal, socket, subprocess, sys, tempfile, threading
 import time, uuid
 from contextlib import contextmanager, suppress
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from .config import DistributedConfig, RunFailed, TinyLLMError
 
-# %% ../nbs/07_distributed.ipynb #f98756ce
+# %% ../nbs/07_distributed.ipynb #ffdd1805
 @dataclass(frozen=True)
 class World:
     "One process among its peers; `World()` is a process alone"
@@ -37,7 +37,7 @@ class World:
         "The process that writes, logs and prints"
         return self.rank == 0
 
-# %% ../nbs/07_distributed.ipynb #ccd3beba
+# %% ../nbs/07_distributed.ipynb #b7099b17
 def _from_launcher(name:str, default:int)->int:
     "A whole number that the launcher left in the environment"
     value = os.environ.get(name, default)
@@ -57,7 +57,7 @@ def restarts()->int:
     "How often torchrun has restarted the group after a failure on this machine"
     return _from_launcher('TORCHELASTIC_RESTART_COUNT', 0)
 
-# %% ../nbs/07_distributed.ipynb #91caecc5
+# %% ../nbs/07_distributed.ipynb #7ca5c99f
 class PeerLost(RunFailed):
     "Another process of the group is gone or silent"
 
@@ -80,7 +80,7 @@ def naming_peers(world:World)->Iterator:
         raise PeerLost(f'rank {world.rank} of {world.size} lost its peers ({text})', 'distributed',
                        'look for the first error in the output of the other processes') from e
 
-# %% ../nbs/07_distributed.ipynb #950a63c8
+# %% ../nbs/07_distributed.ipynb #8741be14
 def _set_switches(cfg:DistributedConfig):
     "Environment that NCCL and gloo read when the group starts; only what was asked for"
     if cfg.ib_disable: os.environ['NCCL_IB_DISABLE'] = '1'
@@ -108,7 +108,7 @@ def _pick_backend(cfg:DistributedConfig, device:str, local_rank:int)->tuple: # b
         'distributed.backend=nccl needs GPUs', 'distributed', 'use gloo on CPU')
     return backend,f'cuda:{local_rank}' if device == 'cuda' else 'cpu'
 
-# %% ../nbs/07_distributed.ipynb #b6cb8503
+# %% ../nbs/07_distributed.ipynb #57e41db1
 def free_port()->int:
     "A port that nobody listens on just now"
     with socket.socket() as s:
@@ -149,7 +149,7 @@ def _notice_board(rank:int, limit_s:float)->dist.Store:
     return dist.TCPStore(addr, port, is_master=opens, wait_for_workers=False,
                          timeout=timedelta(seconds=limit_s))
 
-# %% ../nbs/07_distributed.ipynb #ec4d1ec2
+# %% ../nbs/07_distributed.ipynb #c98f9219
 def call_roll(
     store, # the notice board
     rank:int, size:int, # of this process
@@ -179,7 +179,7 @@ def call_roll(
     store.set(f'go/{number}', '')
     return number
 
-# %% ../nbs/07_distributed.ipynb #9e5016b1
+# %% ../nbs/07_distributed.ipynb #04f0965a
 def meet(
     cfg:DistributedConfig, # backend, timeout, network switches
     device:str='auto' # `auto`, `cpu` or `cuda`
@@ -198,7 +198,7 @@ def meet(
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return replace(world, store=store)
 
-# %% ../nbs/07_distributed.ipynb #f331abe4
+# %% ../nbs/07_distributed.ipynb #318dcc79
 @contextmanager
 def open_world(
     cfg:DistributedConfig=DistributedConfig(), # backend, timeout, network switches
@@ -218,7 +218,7 @@ def open_world(
     finally: # NCCL would wait for peers that are gone; the end of the process frees it as well
         if ended or world.backend == 'gloo': dist.destroy_process_group()
 
-# %% ../nbs/07_distributed.ipynb #fba17346
+# %% ../nbs/07_distributed.ipynb #11cfa027
 def follow_parent(
     signum:int=signal.SIGKILL, # what this process gets when its parent is gone
     ask_kernel:bool=sys.platform == 'linux' # or look each second
@@ -233,7 +233,7 @@ def follow_parent(
     if not ask_kernel: threading.Thread(target=watch, daemon=True).start()
     elif gone(): os.kill(os.getpid(), signum) # it ended before the kernel knew
 
-# %% ../nbs/07_distributed.ipynb #7a009c04
+# %% ../nbs/07_distributed.ipynb #c375ae26
 def sum_over(
     world:World,
     *values # numbers of this process
@@ -255,7 +255,7 @@ def barrier(world:World):
     "Wait until every process has come here"
     sum_over(world, 0)
 
-# %% ../nbs/07_distributed.ipynb #fbb5bc00
+# %% ../nbs/07_distributed.ipynb #48ee3403
 def share(
     world:World,
     value=None # of rank 0: plain values in lists and dicts; others' are ignored
@@ -284,7 +284,7 @@ def same_on_all(
         f'{what} of rank {", ".join(map(str, differ))} differ from those of rank 0', 'distributed',
         'start every process with the same code, settings and files')
 
-# %% ../nbs/07_distributed.ipynb #37c7553e
+# %% ../nbs/07_distributed.ipynb #cbb2093a
 def _note(e:Optional[BaseException])->str: # JSON
     "How a section ended, for the notice board"
     if e is None: return json.dumps(None)
@@ -328,7 +328,7 @@ def _beating(world:World, section:str)->Iterator:
         done.set()
         thread.join()
 
-# %% ../nbs/07_distributed.ipynb #61b6aa00
+# %% ../nbs/07_distributed.ipynb #629aedd2
 @contextmanager
 def first(
     world:World,
@@ -350,7 +350,7 @@ def first(
             _leave(world, section, e)
             raise
 
-# %% ../nbs/07_distributed.ipynb #be95ca0d
+# %% ../nbs/07_distributed.ipynb #fbb596ea
 def _leave(
     world:World,
     section:str, # its place on the notice board
@@ -365,7 +365,7 @@ def _leave(
             time.sleep(0.05)
             seen = world.store.add(f'{section}/left', 0)
 
-# %% ../nbs/07_distributed.ipynb #faf4dab3
+# %% ../nbs/07_distributed.ipynb #2b1dc3ab
 _CODES = 'TINYLLM_EXIT_CODES' # folder where workers of `launch_local` leave how they ended
 
 def note_exit(
@@ -390,7 +390,7 @@ def _agent():
         sys.exit(f'tinyllm: rank {rank} ended with exit code {failure.exitcode}, '
                  'and the restarts are used up')
 
-# %% ../nbs/07_distributed.ipynb #78cff4e3
+# %% ../nbs/07_distributed.ipynb #8a65cb7f
 def launch_local(
     nproc:int, # processes on this machine
     argv:list, # command line of each
@@ -416,7 +416,7 @@ def launch_local(
     if 2 in codes: return 2
     return 0 if passed and codes == [0]*nproc else code
 
-# %% ../nbs/07_distributed.ipynb #8ad3252b
+# %% ../nbs/07_distributed.ipynb #97ebe8d4
 @contextmanager
 def _passing_signals(
     child:subprocess.Popen # who gets them
@@ -433,7 +433,7 @@ def _passing_signals(
         for s,h in old.items(): signal.signal(s, h)
         if child.poll() is None: child.terminate()
 
-# %% ../nbs/07_distributed.ipynb #08049c9c
+# %% ../nbs/07_distributed.ipynb #1226ad7c
 def run_ranks(
     size:int, # processes
     source:str, # a Python script that each of them runs

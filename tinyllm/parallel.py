@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['checkpoint_blocks', 'ddp', 'make_hook', 'probe', 'Parallel', 'settle', 'parallelize']
 
-# %% ../nbs/07b_parallel.ipynb #848efda7
+# %% ../nbs/07b_parallel.ipynb #d28adf86
 import time, warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +24,7 @@ from .config import DistributedConfig, TinyLLMError
 from .compression import GradientHook, TorchHook, message_bytes
 from .distributed import World, any_over
 
-# %% ../nbs/07b_parallel.ipynb #68019afe
+# %% ../nbs/07b_parallel.ipynb #16bcf174
 def _recomputed(forward, *args):
     "Run `forward`; keep only its inputs, and run it again when gradients are asked for"
     if not torch.is_grad_enabled(): return forward(*args)
@@ -36,7 +36,7 @@ def checkpoint_blocks(
     "Trade time for memory (Chen et al. 2016): activations inside of blocks are not kept"
     for block in model.model.layers: block.forward = partial(_recomputed, block.forward)
 
-# %% ../nbs/07b_parallel.ipynb #1676d637
+# %% ../nbs/07b_parallel.ipynb #4647b052
 class _Loss(nn.Module):
     "DDP and FSDP prepare a module's `forward`, so the loss becomes one"
     def __init__(self, model:nn.Module, compiled:bool):
@@ -45,7 +45,7 @@ class _Loss(nn.Module):
         self.run = torch.compile(model.loss) if compiled else model.loss
     def forward(self, x, y): return self.run(x, y)
 
-# %% ../nbs/07b_parallel.ipynb #7d39ee27
+# %% ../nbs/07b_parallel.ipynb #cc1d57c6
 def ddp(
     module:nn.Module, # whose `forward` gives a loss
     cfg:DistributedConfig, # size of buckets, static graph
@@ -60,7 +60,7 @@ def ddp(
             gradient_as_bucket_view=True, static_graph=cfg.static_graph,
             device_ids=[torch.device(world.device)] if 'cuda' in world.device else None)
 
-# %% ../nbs/07b_parallel.ipynb #262cea28
+# %% ../nbs/07b_parallel.ipynb #1bd09858
 def make_hook(
     cfg:DistributedConfig, # which compression
     world:World,
@@ -72,7 +72,7 @@ def make_hook(
     if world.backend == 'nccl': return TorchHook(cfg, group)
     return GradientHook(cfg, dict(module.named_parameters()), world.size, group)
 
-# %% ../nbs/07b_parallel.ipynb #c6804157
+# %% ../nbs/07b_parallel.ipynb #3bd690f2
 def probe(cfg:DistributedConfig, # which compression
     world:World,
     make_hook=make_hook, # may be another, to see it fail
@@ -93,7 +93,7 @@ def probe(cfg:DistributedConfig, # which compression
         f'({problem or "another process failed"})', 'distributed.compression',
         'use none or another one, or another distributed.backend')
 
-# %% ../nbs/07b_parallel.ipynb #a585d2c0
+# %% ../nbs/07b_parallel.ipynb #622f4d2d
 def _try_hook(toy, x, cfg, world, make_hook, group)->Optional[str]: # what is wrong
     "Compare a hook's gradients with DDP's own"
     grads = []
@@ -108,7 +108,7 @@ def _try_hook(toy, x, cfg, world, make_hook, group)->Optional[str]: # what is wr
     error = float((grads[0]-grads[1]).norm()/grads[0].norm())
     return None if error < 0.02 else f'gradients are off by {error:.0%}'
 
-# %% ../nbs/07b_parallel.ipynb #8b3ab8ad
+# %% ../nbs/07b_parallel.ipynb #258d05f2
 class Parallel:
     "A model trained by one process or many: the same calls, the same gradients"
     def __init__(self,
@@ -151,7 +151,7 @@ class Parallel:
         self._start = _now(grad)
         return grad*self.world.size if self.world.size > 1 else grad
 
-# %% ../nbs/07b_parallel.ipynb #a7ff1587
+# %% ../nbs/07b_parallel.ipynb #40f1fbbb
 def _now(tensor:torch.Tensor): # seconds, or a CUDA event
     "The present, on the device that works"
     if not tensor.is_cuda: return time.perf_counter()
@@ -177,7 +177,7 @@ def settle(
         parallel.model.zero_grad(set_to_none=True)
     whole.run = compiled
 
-# %% ../nbs/07b_parallel.ipynb #fe551f14
+# %% ../nbs/07b_parallel.ipynb #fa36b7a6
 @patch
 @contextmanager
 def last(self:Parallel,
@@ -212,7 +212,7 @@ def last_backward(self:Parallel)->dict: # backward_ms, full_bytes, sent_bytes, c
     span = comm.pop('span', None)
     return comm | dict(backward_ms=_ms_between(*span)) if span else comm
 
-# %% ../nbs/07b_parallel.ipynb #122efeca
+# %% ../nbs/07b_parallel.ipynb #7bd66ac2
 @patch
 def clip(self:Parallel,
     max_norm:float=1. # limit of the joint norm; 0: only measure
@@ -224,7 +224,7 @@ def clip(self:Parallel,
     if max_norm: nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
-# %% ../nbs/07b_parallel.ipynb #7f54e8bc
+# %% ../nbs/07b_parallel.ipynb #5401ab54
 def parallelize(
     model:nn.Module, # a Transformer with its weights, on its device
     cfg:DistributedConfig, # strategy, compression, activation checkpointing
@@ -234,7 +234,7 @@ def parallelize(
     "Train `model` on all processes of `world`; under fsdp make the optimizer afterwards"
     return Parallel(model, cfg, world, compiled)
 
-# %% ../nbs/07b_parallel.ipynb #02e84d10
+# %% ../nbs/07b_parallel.ipynb #7bc29fa0
 @patch
 def _gather(self:Parallel, tree):
     "Whole tensors on rank 0 from the shards of all; every process must ask"
@@ -271,7 +271,7 @@ def load_optim_state(self:Parallel,
                        for k,v in s.items()} for i,s in state['state'].items()}
     optimizer.load_state_dict(state | dict(state=moments))
 
-# %% ../nbs/07b_parallel.ipynb #e14e9041
+# %% ../nbs/07b_parallel.ipynb #45c1323b
 @patch
 def hook_state(self:Parallel)->dict: # tensors and plain values; {}: nothing to keep
     "What this process's gradient hook must remember over a restart"
