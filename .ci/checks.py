@@ -261,7 +261,7 @@ SMALL = ["train", "--corpus.num_stories=1200", "--tokenizer.vocab_size=400", "--
          "--model.n_heads=2", "--model.n_kv_heads=1", "--model.hidden_dim=64", "--model.seq_len=384", "--model.dropout=0.1",
          f"--train.steps={STEPS}", "--train.tokens_per_step=1536", "--train.micro_batch_size=2", "--train.eval_every=10",
          "--train.eval_tokens=3072", "--train.log_every=1", "--train.save_every=3", "--train.threads=1", "--run.name=small"]
-TIMES = {"time_s", "tokens_per_s", "step_ms", "mfu", "eta_s"} # fields of metrics.jsonl that may differ
+TIMES = {"time_s", "tokens_per_s", "step_ms", "mfu", "eta_s", "backward_ms", "comm_ms"} # fields of metrics.jsonl that may differ
 
 def outcome(run:Path):
     "Final weights and log of a run, without times"
@@ -311,6 +311,25 @@ def resume():
         succeed(*SMALL, "--resume", cwd=folders["killed"])
         must_equal(f"after {kills} kills", outcome(run("killed")), want)
     return f"{kills} kills, {seconds:.0f} s unbroken"
+
+
+def by_script(*words, timeout)->str: # its last line
+    "A check that is a script of its own, which one may also run by hand; what it says is shown"
+    out = sh(PYTHON, *words, timeout=timeout)
+    print("     " + out.rstrip().replace("\n", "\n     "), flush=True)
+    return out.rstrip().split("\n")[-1]
+
+
+@check
+def two_nodes():
+    "Two network namespaces: a worker is killed, a machine goes silent (root only; .ci/two_nodes.py --scenes all)"
+    return by_script(".ci/two_nodes.py", timeout=600)
+
+
+@check
+def storm():
+    "Two processes, a few kills, a damaged checkpoint, a full disk (the whole storm: .ci/storm.py --kills 30)"
+    return by_script(".ci/storm.py", "--kills", "4", timeout=900)
 
 
 # ---------------------------------------------------------------- what a contributor needs

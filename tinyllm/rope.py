@@ -6,14 +6,14 @@
 __all__ = ['turns', 'stretch', 'keep_llama3', 'keep_yarn', 'dynamic_frequencies', 'scaled_frequencies', 'attention_factor',
            'DynamicRope', 'make_rope']
 
-# %% ../nbs/04a_rope.ipynb #645b2e71
+# %% ../nbs/04a_rope.ipynb #73665acb
 import math
 import torch
 from torch import nn
 from .config import ModelConfig
 from .layers import Rope, rope_frequencies, rope_tables
 
-# %% ../nbs/04a_rope.ipynb #e2ae7130
+# %% ../nbs/04a_rope.ipynb #5a7a6b4f
 def turns(
     frequencies:torch.Tensor, # radians per position, (head_dim/2,)
     length:int # context [tokens]
@@ -21,7 +21,7 @@ def turns(
     "How often each pair goes round within a context"
     return length*frequencies/(2*math.pi)
 
-# %% ../nbs/04a_rope.ipynb #4a47528f
+# %% ../nbs/04a_rope.ipynb #4a89c9f7
 def stretch(
     frequencies:torch.Tensor, # as trained, radians per position, (head_dim/2,)
     factor:float, # how many times longer the context becomes
@@ -30,7 +30,7 @@ def stretch(
     "Slow down each pair by as much as is not kept (0: Chen et al. 2023, eq. 4)"
     return frequencies*(keep + (1-keep)/factor)
 
-# %% ../nbs/04a_rope.ipynb #e67c224e
+# %% ../nbs/04a_rope.ipynb #92838263
 def keep_llama3(
     frequencies:torch.Tensor, # as trained, (head_dim/2,)
     original_len:int, # context of the training [tokens]
@@ -40,7 +40,7 @@ def keep_llama3(
     "What Llama 3.1 keeps of each pair"
     return ((turns(frequencies, original_len)-low)/(high-low)).clamp(0, 1)
 
-# %% ../nbs/04a_rope.ipynb #63caa03f
+# %% ../nbs/04a_rope.ipynb #69615a9b
 def keep_yarn(
     frequencies:torch.Tensor, # as trained, (head_dim/2,)
     theta:float, # their base
@@ -55,7 +55,7 @@ def keep_yarn(
     ramp = (torch.arange(n, dtype=torch.float64, device='cpu')-low)/((high-low) or 1e-3)
     return 1-ramp.clamp(0, 1)
 
-# %% ../nbs/04a_rope.ipynb #157a0893
+# %% ../nbs/04a_rope.ipynb #47b4a387
 def dynamic_frequencies(
     head_dim:int, # size of one head
     theta:float, # base as trained
@@ -67,7 +67,7 @@ def dynamic_frequencies(
     grow = factor*max(length, original_len)/original_len - (factor-1)
     return rope_frequencies(head_dim, theta*grow**(head_dim/(head_dim-2)))
 
-# %% ../nbs/04a_rope.ipynb #02b33ef5
+# %% ../nbs/04a_rope.ipynb #eb70016f
 def scaled_frequencies(
     cfg:ModelConfig # shape of the model; no dynamic scaling
 )->torch.Tensor: # radians per position, float64, (head_dim/2,)
@@ -87,7 +87,7 @@ def attention_factor(
     if cfg.rope_scaling != 'yarn': return 1.
     return cfg.rope_attention_factor or 1 + math.log(cfg.rope_factor)/10
 
-# %% ../nbs/04a_rope.ipynb #507c26ec
+# %% ../nbs/04a_rope.ipynb #68973e56
 class DynamicRope(nn.Module):
     "Rotary tables whose base grows with the text, from the end of the context on"
     def __init__(self,
