@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['score_windows', 'score_documents', 'open_documents', 'evaluate_text']
 
-# %% ../nbs/11c_evaluate.ipynb #cdf51df3
+# %% ../nbs/11c_evaluate.ipynb #e38c1bdf
 import math
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from .model import Transformer
 from .shards import open_tokens, read_meta
 from .tokenizer import Tokenizer
 
-# %% ../nbs/11c_evaluate.ipynb #08530174
+# %% ../nbs/11c_evaluate.ipynb #5ae20f88
 def score_windows(
     n:int, # tokens of a document, BOS included
     seq_len:int, # context T [tokens]
@@ -31,7 +31,7 @@ def score_windows(
         scored = end
     return out
 
-# %% ../nbs/11c_evaluate.ipynb #583f776e
+# %% ../nbs/11c_evaluate.ipynb #305b57fa
 @torch.no_grad()
 def score_documents(
     model:Transformer, # left as it was
@@ -59,7 +59,7 @@ def score_documents(
     finally: model.train(was_training)
     return nats, count
 
-# %% ../nbs/11c_evaluate.ipynb #2a7a0279
+# %% ../nbs/11c_evaluate.ipynb #60329a9f
 def _batches(documents, T, stride, batch_tokens):
     "Lists of (ids of a window, index of its first scored token), of similar lengths"
     pool, size, documents = [], 0, iter(documents)
@@ -77,7 +77,7 @@ def _batches(documents, T, stride, batch_tokens):
             size = 0
         if ids is None: return
 
-# %% ../nbs/11c_evaluate.ipynb #cbb483f1
+# %% ../nbs/11c_evaluate.ipynb #1cface54
 def open_documents(
     on, # file, folder or glob of texts; `builtin`; or a folder of token shards
     tokenizer:Tokenizer, # of the model
@@ -110,7 +110,7 @@ def _of_shards(folder, tokenizer, split):
         ids = tokens.read(begin, end-begin).tolist()
         yield ids, int(sizes[ids].sum()) - (space and len(ids) > 1)
 
-# %% ../nbs/11c_evaluate.ipynb #0a67bd72
+# %% ../nbs/11c_evaluate.ipynb #577d1628
 def evaluate_text(
     model:Transformer, # any, own or imported
     tokenizer:Tokenizer, # of the model

@@ -6,7 +6,7 @@
 __all__ = ['PARTS', 'TYPES', 'FILE_TYPE', 'gguf_misfits', 'gguf_keys', 'gguf_config', 'gguf_tokenizer', 'tokenizer_of_gguf',
            'gguf_notes', 'gguf_name', 'gguf_tensors', 'write_gguf', 'read_gguf']
 
-# %% ../nbs/11b_gguf.ipynb #ec4c306f
+# %% ../nbs/11b_gguf.ipynb #23836a49
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from .rope import scaled_frequencies
 from .tokenizer import Tokenizer
 from .layers import rope_frequencies
 
-# %% ../nbs/11b_gguf.ipynb #1055fdb3
+# %% ../nbs/11b_gguf.ipynb #a794660c
 def gguf_misfits(
     cfg:ModelConfig # shape of the model
 )->list: # settings that llama.cpp's Llama has no place for, as text
@@ -83,7 +83,7 @@ def gguf_config(
         rope_theta=g.get("rope.freq_base", 10_000.), attention_bias="blk.0.attn_q.bias" in names,
         **scaled)
 
-# %% ../nbs/11b_gguf.ipynb #56f57d0a
+# %% ../nbs/11b_gguf.ipynb #679debc7
 def _same(a, b)->bool:
     "Equal, for numbers that the file holds as float32"
     number = isinstance(a, float) and isinstance(b, float)
@@ -93,7 +93,7 @@ def _short(x:float)->float:
     "1e-05 for the float32 next to it"
     return float(str(np.float32(x)))
 
-# %% ../nbs/11b_gguf.ipynb #11cbbd8d
+# %% ../nbs/11b_gguf.ipynb #a1873e70
 def gguf_tokenizer(
     tokenizer:Tokenizer, # a BPE with byte pieces
     rows:int # of the embedding [tokens]
@@ -134,7 +134,7 @@ def tokenizer_of_gguf(
     ids = (g.get(f"{n}_token_id", -1) for n in ("bos", "eos", "padding"))
     return Tokenizer(sentencepiece_model(table, norm, *ids))
 
-# %% ../nbs/11b_gguf.ipynb #57fb4b71
+# %% ../nbs/11b_gguf.ipynb #4df5589b
 def gguf_notes(
     tokenizer:Tokenizer # that goes along
 )->list: # sentences for people
@@ -142,7 +142,7 @@ def gguf_notes(
     return ["llama.cpp keeps extra spaces, which this tokenizer removes"] if (
         tokenizer.normalizer["remove_extra_whitespaces"]) else []
 
-# %% ../nbs/11b_gguf.ipynb #a3395cbc
+# %% ../nbs/11b_gguf.ipynb #0389ac26
 PARTS = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
@@ -176,7 +176,7 @@ def gguf_tensors(
         out["rope_freqs.weight"] = (plain/scaled_frequencies(cfg)).float().numpy()
     return out
 
-# %% ../nbs/11b_gguf.ipynb #52fe627b
+# %% ../nbs/11b_gguf.ipynb #596f7960
 def _gguf():
     "The package, or what to do about it"
     try: import gguf
@@ -215,7 +215,7 @@ def write_gguf(
         writer.write_tensors_to_file()
     finally: writer.close()
 
-# %% ../nbs/11b_gguf.ipynb #4ad7dea9
+# %% ../nbs/11b_gguf.ipynb #db22e30d
 def read_gguf(
     path # of the file
 )->tuple: # model in evaluation mode and float32, Tokenizer or None

@@ -7,14 +7,14 @@ __all__ = ['ARCHITECTURES', 'NORMAL', 'UNKNOWN', 'CONTROL', 'USER', 'UNUSED', 'B
            'foreign_config', 'foreign_rope', 'merges_of', 'check_vocabulary', 'tokenizer_json', 'hf_tokenizer_config',
            'hf_tokenizer', 'sentencepiece_model', 'from_tokenizer_json', 'hf_generation', 'run_figures', 'model_card']
 
-# %% ../nbs/06a_huggingface.ipynb #ca2fe23d
+# %% ../nbs/06a_huggingface.ipynb #a2c5716f
 import base64, json, math, re, struct
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from .config import Config, ModelConfig, TinyLLMError, load_config
 from .tokenizer import Tokenizer, proto_fields
 
-# %% ../nbs/06a_huggingface.ipynb #262b7a21
+# %% ../nbs/06a_huggingface.ipynb #be9bc393
 def hf_rope(
     cfg:ModelConfig # shape of the model
 )->dict: # contents of rope_parameters
@@ -51,7 +51,7 @@ def hf_config(
         attention_dropout=cfg.dropout_of("attn"), initializer_range=cfg.init_std, use_cache=True,
         torch_dtype="float32", dtype="float32", **control, tinyllm=asdict(cfg))
 
-# %% ../nbs/06a_huggingface.ipynb #72064519
+# %% ../nbs/06a_huggingface.ipynb #f0d3b2de
 def our_config(
     config:dict, # contents of config.json
     where # the file, for messages
@@ -66,7 +66,7 @@ def our_config(
         str(where), "use the version of tinyllm that wrote it, or a newer one")
     return ModelConfig(**ours)
 
-# %% ../nbs/06a_huggingface.ipynb #d0aeacc3
+# %% ../nbs/06a_huggingface.ipynb #cb679d3c
 ARCHITECTURES = dict(llama="LlamaForCausalLM", qwen2="Qwen2ForCausalLM")
 
 def foreign_config(
@@ -97,7 +97,7 @@ def foreign_config(
         attention_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
         **foreign_rope(config, where))
 
-# %% ../nbs/06a_huggingface.ipynb #d410ccc1
+# %% ../nbs/06a_huggingface.ipynb #6c437b5c
 _ROPE = dict(factor="rope_factor", original_max_position_embeddings="rope_original_len",
     beta_fast="rope_beta_fast", beta_slow="rope_beta_slow",
     attention_factor="rope_attention_factor", high_freq_factor="rope_high_freq",
@@ -124,7 +124,7 @@ def foreign_rope(
     ours = {_ROPE[k]: v for k, v in rope.items()}
     return dict(rope_theta=float(theta), rope_scaling=kind, **ours)
 
-# %% ../nbs/06a_huggingface.ipynb #6a9d9178
+# %% ../nbs/06a_huggingface.ipynb #f3cc4ebb
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6 # types of SentencePiece's pieces
 
 def merges_of(
@@ -137,7 +137,7 @@ def merges_of(
              if piece[:n] in ids and piece[n:] in ids]
     return [[table[left][0], table[right][0]] for _, _, left, right in sorted(found)]
 
-# %% ../nbs/06a_huggingface.ipynb #f4a14889
+# %% ../nbs/06a_huggingface.ipynb #64e2f038
 def _normalizers(
     norm:dict # of the tokenizer, see `read_normalizer`
 )->list:
@@ -164,7 +164,7 @@ def check_vocabulary(
         "the tokenizer has pieces that are found before all others", where,
         "use a tokenizer that `tinyllm tokenizer` has trained, or Llama 2's")
 
-# %% ../nbs/06a_huggingface.ipynb #3f761f91
+# %% ../nbs/06a_huggingface.ipynb #32a5e67c
 def tokenizer_json(
     tokenizer:Tokenizer # a BPE with byte pieces
 )->dict: # contents of tokenizer.json
@@ -201,7 +201,7 @@ def hf_tokenizer_config(
         model_max_length=cfg.seq_len, model_input_names=["input_ids", "attention_mask"],
         **{f"{k}_token": tokenizer.table[i][0] for k, i in ids.items() if i >= 0})
 
-# %% ../nbs/06a_huggingface.ipynb #c1b695c4
+# %% ../nbs/06a_huggingface.ipynb #84b07370
 def hf_tokenizer(
     cfg:ModelConfig, # for the length of the context
     tokenizer # any SentencePiece model
@@ -212,7 +212,7 @@ def hf_tokenizer(
     except TinyLLMError: return {"tokenizer_config.json":
         config | dict(tokenizer_class="LlamaTokenizer", legacy=False)}
 
-# %% ../nbs/06a_huggingface.ipynb #b5e0cca4
+# %% ../nbs/06a_huggingface.ipynb #f487727a
 def _number(n:int)->bytes:
     "Base-128 digits, the low ones first"
     out = bytearray()
@@ -246,7 +246,7 @@ def sentencepiece_model(
     return (out + _field(2, b"".join(_field(*f) for f in sorted(trainer)))
                 + _field(3, b"".join(_field(*f) for f in spec)))
 
-# %% ../nbs/06a_huggingface.ipynb #d62e478b
+# %% ../nbs/06a_huggingface.ipynb #ee2f51ab
 def from_tokenizer_json(
     spec:dict, # contents of tokenizer.json
     where # the file, for messages
@@ -278,7 +278,7 @@ def from_tokenizer_json(
     bos_id, eos_id, pad_id = (pieces.get(n, -1) for n in ("<s>", "</s>", "<pad>"))
     return Tokenizer(sentencepiece_model(table, norm, bos_id, eos_id, pad_id))
 
-# %% ../nbs/06a_huggingface.ipynb #c5c4446c
+# %% ../nbs/06a_huggingface.ipynb #b08aa89c
 def hf_generation(
     cfg:ModelConfig, # shape of the model
     tokenizer # whose control ids are noted
@@ -291,7 +291,7 @@ def hf_generation(
     never += range(tokenizer.vocab_size, cfg.vocab_size)
     return dict(**control, eos_token_id=ends, suppress_tokens=never)
 
-# %% ../nbs/06a_huggingface.ipynb #a138b2b9
+# %% ../nbs/06a_huggingface.ipynb #227ae208
 def run_figures(
     run_dir, # directory of a run, perhaps without a log
     step:int # of the checkpoint
@@ -336,7 +336,7 @@ def model_card(
     return _CARD.format(name=name, steps=f", {figures['step']:,} steps" if figures["step"] else "",
         table="\n".join(f"| {k} | {v} |" for k, v in facts.items()))
 
-# %% ../nbs/06a_huggingface.ipynb #b6f1b939
+# %% ../nbs/06a_huggingface.ipynb #86fb9f10
 _CARD = """---
 library_name: transformers
 pipeline_tag: text-generation

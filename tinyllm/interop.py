@@ -7,7 +7,7 @@ __all__ = ['WEIGHTS', 'CLOSE', 'TYPES', 'read_hf_weights', 'read_bin', 'open_tok
            'import_model', 'aside', 'tuning_config', 'best_checkpoint', 'check_init', 'fresh_model', 'compare',
            'export_model', 'may_replace']
 
-# %% ../nbs/12_interop.ipynb #a123e469
+# %% ../nbs/12_interop.ipynb #156cf709
 import copy, dataclasses, json, os, pickle, shutil, tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +24,7 @@ from .llama2c import write_llama2c, write_tokenizer_bin
 from .model import Transformer, count_params
 from .tokenizer import Tokenizer
 
-# %% ../nbs/12_interop.ipynb #6572517c
+# %% ../nbs/12_interop.ipynb #8f71d7d6
 def read_hf_weights(
     folder:Path # of a model in Hugging Face's layout
 )->dict: # name -> tensor
@@ -67,7 +67,7 @@ def _json(path:Path)->dict:
     if isinstance(found, dict): return found
     raise TinyLLMError("is no JSON object", str(path), "copy the file again")
 
-# %% ../nbs/12_interop.ipynb #584d72fd
+# %% ../nbs/12_interop.ipynb #e1656ff3
 def open_tokenizer(
     path # tokenizer.model, tokenizer.json or tokenizer.bin; or a directory that holds one
 )->Tokenizer:
@@ -99,7 +99,7 @@ def read_hf(
     load_weights(model, tensors, folder)
     return model.eval(), tokenizer
 
-# %% ../nbs/12_interop.ipynb #5771c506
+# %% ../nbs/12_interop.ipynb #7c156549
 def read_foreign(
     path, # a directory of Hugging Face, a GGUF, or a model.bin of llama2.c
     tokenizer=None # path of a tokenizer; none: that of the model
@@ -150,7 +150,7 @@ def import_model(
         vocab_size=words.vocab_size, seq_len=model.cfg.seq_len, tokenizer=words.fingerprint[:12],
         train=f"tinyllm train --config {out}/config.yaml --corpus.source …")
 
-# %% ../nbs/12_interop.ipynb #fd80ec42
+# %% ../nbs/12_interop.ipynb #e863968c
 @contextmanager
 def aside(
     out:Path # what will be made
@@ -181,7 +181,7 @@ def tuning_config(
             tokens_per_step=rows*T*max(1, 32_768//(rows*T)), eval_every=100, save_every=200),
         run=RunConfig(name=f"{out.name}-tuned"))
 
-# %% ../nbs/12_interop.ipynb #9babd2d5
+# %% ../nbs/12_interop.ipynb #07aedd11
 WEIGHTS = ("vocab_size", "dim", "n_layers", "n_heads", "kv_heads", "head_dim", "ffn_dim",
     "attention_bias", "qk_norm", "tie_embeddings", "norm_eps", "rope_theta")
 
@@ -217,7 +217,7 @@ def fresh_model(
         load_weights(model, our_tensors(read_tensors(file), cfg.model, file), file)
     return model
 
-# %% ../nbs/12_interop.ipynb #43eab5a7
+# %% ../nbs/12_interop.ipynb #3d69e223
 CLOSE = dict(float32=0., float16=.02, bfloat16=.1, q8_0=.15) # share of the largest logit
 TYPES = dict(hf=("float32", "float16", "bfloat16"), llama2c=("float32", "q8_0"),
              gguf=("float32", "float16", "q8_0"))
@@ -264,7 +264,7 @@ def export_model(
     return dict(out=str(out), to=to, dtype=dtype, files=[n.name for n in names.values()],
         bytes=size, largest_difference=off, notes=notes)
 
-# %% ../nbs/12_interop.ipynb #b71c7069
+# %% ../nbs/12_interop.ipynb #f94d2872
 def _beside(out:Path, part:Path, main:Path)->Path: # where a part of the export goes
     return out if part == main else out.with_suffix(".tokenizer.bin")
 

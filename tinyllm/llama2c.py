@@ -7,7 +7,7 @@ __all__ = ['NAMES', 'MAGIC', 'to_neighbours', 'to_halves', 'quantize_q8', 'dequa
            'llama2c_misfits', 'write_llama2c', 'read_llama2c', 'write_tokenizer_bin', 'read_tokenizer_bin',
            'llama2c_notes']
 
-# %% ../nbs/11a_llama2c.ipynb #e63306b0
+# %% ../nbs/11a_llama2c.ipynb #6e829858
 import io, re, struct
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from .huggingface import sentencepiece_model
 from .model import Transformer
 from .tokenizer import Tokenizer
 
-# %% ../nbs/11a_llama2c.ipynb #20c80e89
+# %% ../nbs/11a_llama2c.ipynb #aa513d86
 def to_neighbours(
     rows:torch.Tensor, # of q_proj or k_proj, halves paired, (heads*head_dim, …)
     head_dim:int # size of one head
@@ -37,7 +37,7 @@ def to_halves(
     pairs = rows.view(-1, head_dim//2, 2, *rows.shape[1:]) # (heads, head_dim/2, 2, …)
     return pairs.transpose(1, 2).reshape(rows.shape)
 
-# %% ../nbs/11a_llama2c.ipynb #f434a92a
+# %% ../nbs/11a_llama2c.ipynb #6dce69a2
 def quantize_q8(
     w:np.ndarray, # weights, float32, any shape whose size the group divides
     group:int # neighbours that share a scale
@@ -55,7 +55,7 @@ def dequantize_q8(
     "Inverse of `quantize_q8`, up to rounding"
     return (q.astype(np.float32).reshape(len(scale), -1)*scale[:,None]).reshape(q.shape)
 
-# %% ../nbs/11a_llama2c.ipynb #e72d61ec
+# %% ../nbs/11a_llama2c.ipynb #3d7d2662
 NAMES = dict(wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
     wo="self_attn.o_proj", w1="mlp.gate_proj", w2="mlp.down_proj", w3="mlp.up_proj",
     att="input_layernorm", ffn="post_attention_layernorm")
@@ -80,7 +80,7 @@ def tensor_order(
     return (embedding + stack("att", "wq", "wk", "wv", "wo", "ffn", "w1", "w2", "w3")
         + norm + tables + head)
 
-# %% ../nbs/11a_llama2c.ipynb #c0266be2
+# %% ../nbs/11a_llama2c.ipynb #026059aa
 MAGIC = 0x616b3432 # 'ak42'
 
 def _header(data:bytes)->tuple: # version, the seven, shared, group size, bytes of the header
@@ -122,7 +122,7 @@ def read_header(
     if len(data) != want: refuse(f"has {len(data):,} bytes; its header {seven} asks for {want:,}")
     return cfg, version, group, begin
 
-# %% ../nbs/11a_llama2c.ipynb #657919ef
+# %% ../nbs/11a_llama2c.ipynb #4f18d616
 def llama2c_misfits(
     cfg:ModelConfig # shape of the model
 )->list: # settings that the format has no place for, as text
@@ -156,7 +156,7 @@ def write_llama2c(
         out += [np.ascontiguousarray(p).tobytes() for p in parts]
     return b"".join(out)
 
-# %% ../nbs/11a_llama2c.ipynb #29ee5e8e
+# %% ../nbs/11a_llama2c.ipynb #f4e705a8
 def _rope_tables(cfg:ModelConfig)->dict: # cos and sin, float32, each (seq_len, head_dim/2)
     "The tables of version 0 to the last bit: computed in float32 (the C program passes over them)"
     half = torch.arange(0, cfg.head_dim, 2)[:cfg.head_dim//2].float()/cfg.head_dim
@@ -185,7 +185,7 @@ def read_llama2c(
     load_weights(model, {n: t for n, t in tensors.items() if n not in ("cos", "sin")}, where)
     return model.eval()
 
-# %% ../nbs/11a_llama2c.ipynb #663b2a4a
+# %% ../nbs/11a_llama2c.ipynb #f5557f09
 def write_tokenizer_bin(
     tokenizer:Tokenizer # a BPE with byte pieces
 )->bytes: # contents of tokenizer.bin
@@ -225,7 +225,7 @@ def read_tokenizer_bin(
     try: return Tokenizer(sentencepiece_model(table, norm, 1, 2, 3 if first > 3 else -1))
     except TinyLLMError: refuse()
 
-# %% ../nbs/11a_llama2c.ipynb #8634af4a
+# %% ../nbs/11a_llama2c.ipynb #748e7d26
 def llama2c_notes(
     tokenizer:Tokenizer # that goes along
 )->list: # sentences for people
