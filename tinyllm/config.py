@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PRESETS', 'ALIASES', 'TinyLLMError', 'RunFailed', 'CorpusConfig', 'TokenizerConfig', 'DataConfig', 'ModelConfig',
            'OptimConfig', 'TrainConfig', 'DistributedConfig', 'RunConfig', 'SampleConfig', 'Config', 'quickstart',
-           'stories260K', 'stories15M', 'stories42M', 'stories110M', 'tiny_llama', 'all_settings', 'flatten',
-           'make_parser', 'check_overrides', 'write_atomic', 'load_config', 'save_config', 'diff']
+           'stories260K', 'stories15M', 'stories42M', 'stories110M', 'tiny_llama', 'z2all_1b', 'all_settings',
+           'flatten', 'make_parser', 'check_overrides', 'write_atomic', 'load_config', 'save_config', 'diff']
 
 # %% ../nbs/00_config.ipynb #3b96fe8f
 import dataclasses, difflib, linecache, math, os, re, types, typing
@@ -357,8 +357,22 @@ def tiny_llama()->Config:
         optim=OptimConfig(lr=5e-4, warmup_steps=1000),
         train=TrainConfig(tokens_per_step=8192, micro_batch_size=8))
 
+def z2all_1b()->Config:
+    "The z2all script: 1.5B parameters, four GPUs a node; bring a corpus, or ready tokens"
+    return Config(
+        corpus=CorpusConfig(source='tinystories'), tokenizer=TokenizerConfig(vocab_size=64_012),
+        model=ModelConfig(dim=2048, hidden_dim=5632, n_layers=28, n_heads=16, n_kv_heads=8,
+                          seq_len=2048, pad_vocab_to=320, attention_bias=True, dropout=0.1,
+                          tie_embeddings=False), # 64,320 rows; the stream is float32 by default
+        optim=OptimConfig(lr=3e-4, min_lr=3e-5, warmup_steps=2000),
+        train=TrainConfig(steps=100_000, tokens_per_step=8*128*2048, micro_batch_size=8,
+                          dtype='bfloat16', eval_every=200, eval_tokens=100*8*2048),
+        distributed=DistributedConfig(
+            compression='powersgd+bf16', powersgd_rank=32, powersgd_min_compression=0.5,
+            powersgd_epsilon=1e-6)) # sent so only where there are several processes
+
 PRESETS = {f.__name__.replace('_', '-'):f for f in
-           (quickstart, stories260K, stories15M, stories42M, stories110M, tiny_llama)}
+           (quickstart, stories260K, stories15M, stories42M, stories110M, tiny_llama, z2all_1b)}
 
 # %% ../nbs/00_config.ipynb #4ba32908
 def _comments(
