@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Callable, Iterator, Optional
 from . import __version__
 from .config import Config, RunFailed, TinyLLMError, diff, flatten, load_config, save_config
+from .processes import run_id
 
 # %% ../nbs/12b_run.ipynb #7640bd3f
 log = logging.getLogger('tinyllm')
@@ -123,7 +124,6 @@ def _may_enter(
 
 def launch_id()->Optional[str]: # none without torchrun
     "What all attempts of one torchrun have in common, and two launches have not"
-    from tinyllm.distributed import run_id
     given = run_id()
     return f'{socket.gethostname()}-{os.getppid()}' if given == 'none' else given
 
