@@ -105,11 +105,11 @@ def _is_free(port:int)->bool:
 
 def _notice_board(rank:int, limit_s:float)->dist.Store:
     "The store at MASTER_ADDR:MASTER_PORT; rank 0 opens it unless torchrun keeps one already"
-    addr,port = os.environ.get('MASTER_ADDR'),from_launcher('MASTER_PORT', 0)
-    where = f'rank {rank}'
-    if not addr or not port: raise TinyLLMError(
+    addr,where = os.environ.get('MASTER_ADDR'),f'rank {rank}'
+    if not addr or not os.environ.get('MASTER_PORT'): raise TinyLLMError(
         'MASTER_ADDR or MASTER_PORT is not set', where,
         'start with torchrun or `tinyllm train --nproc N`')
+    port = from_launcher('MASTER_PORT', 0, 1, 65535)
     opens = rank == 0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
     if opens and not _is_free(port): raise TinyLLMError(
         f'port {port} is in use', where, 'another run may hold it: torchrun --standalone finds a '
@@ -157,8 +157,8 @@ def meet(
     device:str='auto' # `auto`, `cpu` or `cuda`
 )->World:
     "Find the peers that the launcher speaks of, and form a process group with them"
-    rank,size = from_launcher('RANK', 0),from_launcher('WORLD_SIZE', 1)
-    local_rank,limit = from_launcher('LOCAL_RANK', 0),timedelta(seconds=cfg.timeout_s)
+    size,limit = from_launcher('WORLD_SIZE', 1, 1),timedelta(seconds=cfg.timeout_s)
+    rank,local_rank = (from_launcher(o, 0, 0, size-1) for o in ('RANK', 'LOCAL_RANK'))
     backend,device = _pick_backend(cfg, device, local_rank)
     _set_switches(cfg)
     if backend == 'nccl': torch.cuda.set_device(device)
@@ -178,7 +178,7 @@ def open_world(
 )->Iterator[World]:
     "The group of this process for the time of a `with` block; `World()` for a process alone"
     if under_torchrun(): follow_parent()
-    if from_launcher('WORLD_SIZE', 1) == 1:
+    if from_launcher('WORLD_SIZE', 1, 1) == 1:
         yield World(device=device)
         return
     world,ended = meet(cfg, device),False

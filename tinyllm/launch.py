@@ -14,8 +14,8 @@ from . import __version__
 from .config import Config, PRESETS, RunFailed, SampleConfig, TinyLLMError, all_settings
 from .config import check_overrides, load_config, make_parser
 from .processes import follow_parent, launch_local, note_exit, under_torchrun
-from .run import _open_splits, comparable, dry_run, log, prepare, prepare_corpus
-from .run import prepare_tokenizer, summary, train, train_events
+from .run import _check_batch, _open_splits, comparable, dry_run, log, prepare
+from .run import prepare_corpus, prepare_tokenizer, summary, train, train_events
 
 # %% ../nbs/13_launch.ipynb #f98b4aae
 SWITCHES = ('json', 'stream', 'resume', 'dry_run')  # alone, or with true or false
@@ -302,11 +302,13 @@ def _train_many(nproc:int, words:list, flags:dict)->int: # exit code
     "Start torchrun on this machine, with this very command in each process"
     settings = {k:v for k,v in flags.items() if k not in ('json', 'dry_run')}
     _no_words(words)
-    _config(dict(settings))  # mistakes are told before anything is started
+    cfg = _config(dict(settings))  # mistakes are told before anything is started
     if under_torchrun(): raise TinyLLMError('--nproc is for starting processes, and torchrun has '
         'started this one', 'command line', 'leave --nproc out')
     if 'dry_run' in flags: raise TinyLLMError('--dry_run measures one process', 'command line',
                                               'leave --nproc out')
+    if cfg.train.tokens_per_step % (cfg.model.seq_len*cfg.train.micro_batch_size*nproc):
+        _check_batch(cfg, nproc)  # which takes PyTorch to say what would fit
     return launch_local(nproc, [f'--{k}={v}' for k,v in flags.items()])
 
 def _mend_streams():

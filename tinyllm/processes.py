@@ -6,20 +6,27 @@
 __all__ = ['from_launcher', 'under_torchrun', 'run_id', 'restarts', 'follow_parent', 'note_exit', 'launch_local', 'free_port',
            'run_ranks']
 
-# %% ../nbs/06c_processes.ipynb #f458134d
+# %% ../nbs/06c_processes.ipynb #843347ab
 import ctypes, os, signal, socket, subprocess, sys, tempfile, threading, time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Callable, Iterator, Optional
 from .config import TinyLLMError
 
-# %% ../nbs/06c_processes.ipynb #2f156d63
-def from_launcher(name:str, default:int)->int:
+# %% ../nbs/06c_processes.ipynb #65c40be5
+def from_launcher(
+    name:str, # of a variable
+    default:int, # where it is not set
+    least:int=0, # what it may be
+    most:Optional[int]=None # none: no limit
+)->int:
     "A whole number that the launcher left in the environment"
     value = os.environ.get(name, default)
-    try: return int(value)
-    except ValueError: raise TinyLLMError(
-        f'{name}={value!r} is no whole number', 'environment', 'start with torchrun') from None
+    with suppress(ValueError):
+        if least <= int(value) and (most is None or int(value) <= most): return int(value)
+    span = f'of {least} or more' if most is None else f'from {least} to {most}'
+    raise TinyLLMError(f'{name}={value!r} is no whole number {span}', 'environment',
+                       'start with torchrun')
 
 def under_torchrun()->bool:
     "Whether torchrun started this process"
@@ -33,7 +40,7 @@ def restarts()->int:
     "How often torchrun has restarted the group after a failure on this machine"
     return from_launcher('TORCHELASTIC_RESTART_COUNT', 0)
 
-# %% ../nbs/06c_processes.ipynb #72f68086
+# %% ../nbs/06c_processes.ipynb #740aeb45
 def _may_launch(
     pid:int # of a parent
 )->bool:
@@ -60,7 +67,7 @@ def follow_parent(
     if gone(): os.kill(os.getpid(), signum) # it ended before the kernel knew
     if not ask_kernel: threading.Thread(target=watch, daemon=True).start()
 
-# %% ../nbs/06c_processes.ipynb #0f67d6dc
+# %% ../nbs/06c_processes.ipynb #fb6ad0f6
 _CODES = 'TINYLLM_EXIT_CODES' # folder where workers of `launch_local` leave how they ended
 
 def note_exit(
@@ -87,7 +94,7 @@ def _agent(
         sys.exit(f'tinyllm: rank {rank} ended with exit code {failure.exitcode}, '
                  'and the restarts are used up')
 
-# %% ../nbs/06c_processes.ipynb #98fd7240
+# %% ../nbs/06c_processes.ipynb #54ec3294
 def launch_local(
     nproc:int, # processes on this machine
     argv:list, # command line of each
@@ -113,7 +120,7 @@ def launch_local(
     if 2 in codes: return 2
     return 0 if passed and codes == [0]*nproc else code
 
-# %% ../nbs/06c_processes.ipynb #b7153a10
+# %% ../nbs/06c_processes.ipynb #bf05b70f
 @contextmanager
 def _passing_signals(
     child:subprocess.Popen # who gets them
@@ -130,7 +137,7 @@ def _passing_signals(
         for s,h in old.items(): signal.signal(s, h)
         if child.poll() is None: child.terminate()
 
-# %% ../nbs/06c_processes.ipynb #08fa874c
+# %% ../nbs/06c_processes.ipynb #b96e62d4
 def free_port()->int:
     "A port that nobody listens on just now"
     with socket.socket() as s:

@@ -449,11 +449,18 @@ def _prepared(
     if share(world, done):
         if world.main: log.info(f'{run} is up to date: all {cfg.train.steps} steps are done')
         return
+    _check_batch(cfg, world.size)
     with first(world):  # the others find what it has made
         tokenizer,tokens = prepare(cfg)
         cfg = _with_vocab(cfg, tokenizer)
         if not checkpoints(run): check_init(cfg, tokenizer)
         return cfg,tokenizer,_open_splits(tokens, tokenizer)
+
+def _check_batch(cfg:Config, processes:int):
+    "Refuse, before any work, a step that cannot be shared out"
+    from tinyllm.data import check_batch_sizes
+    t = cfg.train
+    check_batch_sizes(cfg.model.seq_len, t.tokens_per_step, t.micro_batch_size, processes)
 
 def _resuming(cfg:Config, run:Path)->Config:
     "The next try of one torchrun resumes without being told"
