@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Job', 'Record', 'plot_record', 'status_line', 'Dashboard', 'watch']
 
-# %% ../nbs/14b_live.ipynb #83dc8287
+# %% ../nbs/14b_live.ipynb #298e8633
 import dataclasses, html, threading
 from collections import deque
 from typing import Callable
@@ -16,7 +16,7 @@ from .launch import train_events
 from .metrics import curve, show_mfu, text_graph
 from .widgets import Pace, bundle, explain, find_ipywidgets, row, stack, stderr
 
-# %% ../nbs/14b_live.ipynb #138ac3a4
+# %% ../nbs/14b_live.ipynb #ef857b54
 class Job:
     "An iterator consumed by a thread, which can be paused, stepped and stopped"
     def __init__(self,
@@ -63,7 +63,7 @@ class Job:
         if self.thread: self.thread.join(timeout)
         return self.state
 
-# %% ../nbs/14b_live.ipynb #57e3291d
+# %% ../nbs/14b_live.ipynb #9b82991a
 @patch
 def _run(self:Job, make, each, counts):
     "What the thread does; nothing leaves it but a state and a message"
@@ -93,9 +93,10 @@ def _gate(self:Job, counts:bool):
 @patch
 def _set(self:Job, state:str):
     self.state = state
-    self.changed()
+    try: self.changed()
+    except Exception as e: self.state,self.error = 'failed',explain(e)
 
-# %% ../nbs/14b_live.ipynb #6b8334ee
+# %% ../nbs/14b_live.ipynb #0f764470
 class Record:
     "What a picture needs of a run's events, and no more"
     def __init__(self,
@@ -134,7 +135,7 @@ class Record:
     def step(self)->int: # optimizer steps finished
         return max((r['step'] for r in self.last.values()), default=0)
 
-# %% ../nbs/14b_live.ipynb #4300733c
+# %% ../nbs/14b_live.ipynb #d0401918
 def plot_record(
     record:Record,
     ax=None # three axes, made when None
@@ -171,7 +172,7 @@ def status_line(
     if 'mfu' in train: parts.append(f'MFU {show_mfu(train["mfu"])}')
     return ' · '.join(parts)
 
-# %% ../nbs/14b_live.ipynb #c7c0332a
+# %% ../nbs/14b_live.ipynb #c9e6d00c
 class Dashboard:
     "Watch and steer a run"
     def __init__(self,
@@ -209,7 +210,7 @@ class Dashboard:
         "Until the run has ended"
         return self.job.wait(timeout)
 
-# %% ../nbs/14b_live.ipynb #24cfa764
+# %% ../nbs/14b_live.ipynb #c73c4a69
 @patch
 def _begin(self:Dashboard, steps):
     self.job.start(self.events, self._add, lambda e: e['event'] == 'train', steps)
@@ -278,7 +279,7 @@ def _repr_mimebundle_(self:Dashboard, include=None, exclude=None):
     caption = 'A run. In JupyterLab it has the buttons Start, Pause, Step and Stop.'
     return bundle(self.box, self.html, caption, repr(self))
 
-# %% ../nbs/14b_live.ipynb #4d41bb4f
+# %% ../nbs/14b_live.ipynb #e61ba72d
 def watch(
     cfg:Config # the run's settings
 )->Dashboard: # for the run `cfg.run.name`

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['offers', 'Playground']
 
-# %% ../nbs/14c_playground.ipynb #f25857dc
+# %% ../nbs/14c_playground.ipynb #cfb290ef
 import html, itertools, threading
+from typing import Callable
 from fastcore.basics import patch
 from . import views
 from .live import Job
@@ -15,7 +16,7 @@ from .sampling import next_probs, stream, token_rules
 from .tokenizer import Tokenizer
 from .widgets import Knob, Pace, bundle, explain, find_ipywidgets, row, stack, stderr
 
-# %% ../nbs/14c_playground.ipynb #05438c2a
+# %% ../nbs/14c_playground.ipynb #6ff369bf
 def offers(
     model:Transformer,
     tokenizer:Tokenizer,
@@ -31,7 +32,7 @@ def offers(
     def text(i): return None if i in ends['stop_ids'] else views.readable(tokenizer.table[i][0])
     return [(i, text(i), p) for i,p in zip(best.indices.tolist(), best.values.tolist())]
 
-# %% ../nbs/14c_playground.ipynb #38f30de9
+# %% ../nbs/14c_playground.ipynb #a021918d
 class Playground:
     "Tell a story, go back to a token, take another branch"
     def __init__(self,
@@ -83,7 +84,7 @@ class Playground:
         self.text = self.tokenizer.decode(before)  # the story ends here
         self.look()
 
-# %% ../nbs/14c_playground.ipynb #77a82e8b
+# %% ../nbs/14c_playground.ipynb #2329d450
 @patch
 def look(self:Playground,
     at:int=None # index of a token, or of the place behind the last; none: where we are
@@ -116,11 +117,12 @@ def _changed(self:Playground):
     "A new state"
     if self.job.state == 'running': self._set_busy(True)
     else:
-        self.look(len(self.tokenizer.encode(self.text, bos=True)))
+        try: self.look(self.model.cfg.seq_len)  # the place behind the last token
+        except Exception as e: self.job.error = self.job.error or explain(e)
         self._set_busy(False)
     if self.box: self.errors.outputs = stderr(self.job.error)
 
-# %% ../nbs/14c_playground.ipynb #e0c1c7ea
+# %% ../nbs/14c_playground.ipynb #ead7fc60
 @patch
 def _build(self:Playground, w):
     self.controls = {k:o.control(w) for k,o in self.knobs.items()}
