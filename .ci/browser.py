@@ -92,7 +92,7 @@ def jupyterlab():
                 def up():
                     if p.poll() is not None: raise Seen(f"JupyterLab ended:\n{(top/'log').read_text()[-2000:]}")
                     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1): return True
-                until(up, "JupyterLab answers")
+                until(up, "JupyterLab answers", 180)
                 yield lambda path: f"http://127.0.0.1:{port}/doc/tree/{path}?token={token}&reset"
             finally:
                 with contextlib.suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGTERM)
@@ -105,16 +105,19 @@ def run_all(
     seconds:float, # at most
 ):
     "Run every cell; an error in any of them is one here"
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
-    page.wait_for_selector(".jp-Toolbar-kernelStatus, .jp-Notebook-ExecutionIndicator", state="attached", timeout=60_000)
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.get_by_text("Run All Cells", exact=True).click()
-    def prompts(): return page.eval_on_selector_all(".jp-CodeCell:not(.jp-mod-noOutputs) .jp-InputPrompt, .jp-CodeCell .jp-InputPrompt", "els => els.map(e => e.textContent)")
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
+    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', state="attached", timeout=120_000)
+    def begin():
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_text("Run All Cells", exact=True).click()
+        return until(lambda: any("[ ]" not in t for t in prompts()), "the cells run", 30)
+    def prompts(): return [t.strip() for t in page.eval_on_selector_all(".jp-CodeCell .jp-InputPrompt", "els => els.map(e => e.textContent)")]
     def ended():
         for e in page.query_selector_all('.jp-Cell-outputArea [data-mime-type="application/vnd.jupyter.error"]'):
             raise Seen(f"a cell failed:\n{e.inner_text()[-2000:]}")
         found = prompts()
-        return found and all(re.fullmatch(r"\[\d+\]:", t.strip()) for t in found)
+        return found and all(re.fullmatch(r"\[\d+\]:", t) for t in found)
+    begin()
     until(ended, "all cells have run", seconds, .5)
 
 
@@ -123,15 +126,17 @@ def view(box)->str:
     return box.query_selector(".tinyllm-view").inner_html()
 
 
+OTHER = "e => { const on = [...e.options].findIndex(o => o.selected); return e.multiple ? e.length - 1 : (on + 1) % e.length }"
+
 def move(page, control):
-    "Move one control, with the keyboard alone"
+    "Move one control: sliders and fields with the keyboard alone"
+    kind = control.evaluate("e => e.tagName")
+    if kind == "SELECT": return control.select_option(index=control.evaluate(OTHER)) # its keys are the browser's own matter
     control.focus()
-    kind = control.evaluate("e => e.tagName + ' ' + (e.getAttribute('type') || e.className)").lower()
-    if kind.startswith(("input text", "textarea")):
+    if kind == "INPUT":
         page.keyboard.press("End")
         page.keyboard.type(" Sam")
         page.keyboard.press("Enter")
-    elif kind.startswith("select"): page.keyboard.press("ArrowDown")
     else: page.keyboard.press("ArrowRight")
 
 
@@ -144,7 +149,7 @@ def move_one(
     for i, control in enumerate(controls):
         before = view(box)
         move(page, control)
-        with contextlib.suppress(Seen): return until(lambda: view(box) != before and f"control {i} of {len(controls)}", "it changes", 5)
+        with contextlib.suppress(Seen): return until(lambda: view(box) != before and f"control {i} of {len(controls)}", "it changes", 30)
     raise Seen(f"no control changes the view of: {box.inner_text()[:200]}")
 
 
@@ -203,7 +208,7 @@ def play(box):
 def notebooks(
     paths, # notebooks
     shots, # folder for pictures, or None
-    seconds:float=300, # at most for all cells of one notebook
+    seconds:float=900, # at most for all cells of one notebook
 ):
     "Open each notebook, run it, and use its widgets in both themes"
     with browser() as b, jupyterlab() as address:

@@ -166,6 +166,35 @@ def finish_site():
     (SITE/".nojekyll").touch()
 
 
+def purpose(
+    page:Path, # source of a page in _proc/
+)->tuple: # title, what it is for
+    "What a page says it is, in the front matter that nbdev makes of its first cell"
+    import yaml
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb": text = "".join(json.loads(text)["cells"][0]["source"])
+    found = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
+    return found.get("title", page.stem), found.get("description", "")
+
+
+def write_llms_txt():
+    "llms.txt in learning order, each page with its purpose; smalldocs has them by name alone"
+    import yaml
+    from nbdev.config import get_config
+    cfg = get_config(path=ROOT)
+    lines = [f"# {cfg.title}", "", f"> {cfg.description}"]
+    sidebar = yaml.safe_load((PROC/"_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
+    for part in sidebar:
+        section = part if isinstance(part, dict) else dict(section="Start here", contents=[part])
+        lines += ["", f"## {section['section']}", ""]
+        for name in section["contents"]:
+            title, says = purpose(PROC/name)
+            address = f"{cfg.doc_host}{cfg.doc_baseurl}/{Path(name).with_suffix('.llms.md').as_posix()}"
+            if not (SITE/name).with_suffix(".llms.md").exists(): raise DocsError(f"llms.txt: no such page: {name}")
+            lines.append(f"- [{title}]({address})" + (f": {says}" if says else ""))
+    (SITE/"llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 # ---------------------------------------------------------------- links
 
 def check_links(
@@ -208,6 +237,7 @@ def build():
     shutil.rmtree(SITE, ignore_errors=True)
     shutil.move(built, SITE)
     finish_site()
+    write_llms_txt()
     faults = check_links()
     if faults: raise DocsError("\n".join(faults))
     print(f"{len(list(SITE.rglob('*.html')))} pages, every internal link and anchor checked: {SITE.name}/index.html")
