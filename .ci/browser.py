@@ -107,17 +107,18 @@ def run_all(
     "Run every cell; an error in any of them is one here"
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
     page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', state="attached", timeout=120_000)
-    def begin():
+    def begun():
+        page.keyboard.press("Escape")
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_text("Run All Cells", exact=True).click()
-        return until(lambda: any("[ ]" not in t for t in prompts()), "the cells run", 30)
+        with contextlib.suppress(Seen): return until(lambda: any(t != "[ ]:" for t in prompts()), "the cells run", 15)
     def prompts(): return [t.strip() for t in page.eval_on_selector_all(".jp-CodeCell .jp-InputPrompt", "els => els.map(e => e.textContent)")]
     def ended():
         for e in page.query_selector_all('.jp-Cell-outputArea [data-mime-type="application/vnd.jupyter.error"]'):
             raise Seen(f"a cell failed:\n{e.inner_text()[-2000:]}")
         found = prompts()
         return found and all(re.fullmatch(r"\[\d+\]:", t) for t in found)
-    begin()
+    until(begun, "a kernel takes the cells", 120) # JupyterLab says idle before it has connected, and then forgets the click
     until(ended, "all cells have run", seconds, .5)
 
 
@@ -241,7 +242,7 @@ def dark(page):
     page.get_by_role("menuitem", name="Settings", exact=True).click()
     page.get_by_text("Theme", exact=True).hover()
     page.get_by_text("JupyterLab Dark", exact=True).click()
-    page.wait_for_selector('body[data-jp-theme-light="false"]')
+    page.wait_for_selector('body[data-jp-theme-light="false"]', state="attached")
     time.sleep(1)
 
 

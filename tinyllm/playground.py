@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['offers', 'Playground']
 
-# %% ../nbs/14c_playground.ipynb #cfb290ef
+# %% ../nbs/14c_playground.ipynb #5b125740
 import html, itertools, threading
 from typing import Callable
 from fastcore.basics import patch
@@ -16,7 +16,7 @@ from .sampling import next_probs, stream, token_rules
 from .tokenizer import Tokenizer
 from .widgets import Knob, Pace, bundle, explain, find_ipywidgets, row, stack, stderr
 
-# %% ../nbs/14c_playground.ipynb #6ff369bf
+# %% ../nbs/14c_playground.ipynb #ad32d550
 def offers(
     model:Transformer,
     tokenizer:Tokenizer,
@@ -32,7 +32,7 @@ def offers(
     def text(i): return None if i in ends['stop_ids'] else views.readable(tokenizer.table[i][0])
     return [(i, text(i), p) for i,p in zip(best.indices.tolist(), best.values.tolist())]
 
-# %% ../nbs/14c_playground.ipynb #a021918d
+# %% ../nbs/14c_playground.ipynb #26368c93
 class Playground:
     "Tell a story, go back to a token, take another branch"
     def __init__(self,
@@ -84,7 +84,7 @@ class Playground:
         self.text = self.tokenizer.decode(before)  # the story ends here
         self.look()
 
-# %% ../nbs/14c_playground.ipynb #2329d450
+# %% ../nbs/14c_playground.ipynb #05883857
 @patch
 def look(self:Playground,
     at:int=None # index of a token, or of the place behind the last; none: where we are
@@ -122,7 +122,7 @@ def _changed(self:Playground):
         self._set_busy(False)
     if self.box: self.errors.outputs = stderr(self.job.error)
 
-# %% ../nbs/14c_playground.ipynb #ead7fc60
+# %% ../nbs/14c_playground.ipynb #30c370a9
 @patch
 def _build(self:Playground, w):
     self.controls = {k:o.control(w) for k,o in self.knobs.items()}
