@@ -69,7 +69,7 @@ def settings(folder:Path):
 
 @contextlib.contextmanager
 def jupyterlab():
-    "JupyterLab over a copy of the project, so that nothing here is changed: its address"
+    "JupyterLab over a copy of the project, so that nothing here is changed: its address and token"
     with tempfile.TemporaryDirectory() as top:
         top, token = Path(top), secrets.token_hex(16)
         copy = top/"tinyllm"
@@ -93,22 +93,34 @@ def jupyterlab():
                     if p.poll() is not None: raise Seen(f"JupyterLab ended:\n{(top/'log').read_text()[-2000:]}")
                     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1): return True
                 until(up, "JupyterLab answers", 180)
-                yield lambda path: f"http://127.0.0.1:{port}/doc/tree/{path}?token={token}&reset"
+                yield f"http://127.0.0.1:{port}", token
             finally:
                 with contextlib.suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGTERM)
                 try: p.wait(20)
                 except subprocess.TimeoutExpired: os.killpg(p.pid, signal.SIGKILL)
 
 
+def kernels(page, lab, method="get", id=""):
+    "Ask the server about its kernels, or end one"
+    address, token = lab
+    found = getattr(page.request, method)(f"{address}/api/kernels/{id}", headers={"Authorization": f"token {token}"})
+    return found.json() if method == "get" else None
+
+
 def run_all(
-    page, # with a notebook opened
+    page, # a browser's
+    lab, # from `jupyterlab`
+    name:str, # of a notebook
     seconds:float, # at most
 ):
-    "Run every cell; an error in any of them is one here"
+    "Open a notebook and run every cell; an error in any of them is one here"
+    address, token = lab
+    page.goto(f"{address}/doc/tree/{name}?token={token}&reset")
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
-    page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', state="attached", timeout=120_000)
+    def ready(): return any(k["connections"] and k["execution_state"] == "idle" for k in kernels(page, lab))
+    until(ready, "a kernel is connected", 180, 1)
     def begun():
-        page.keyboard.press("Escape")
+        if select := page.query_selector(".jp-Dialog .jp-mod-accept"): select.click() # it had asked for a kernel
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_text("Run All Cells", exact=True).click()
         with contextlib.suppress(Seen): return until(lambda: any(t != "[ ]:" for t in prompts()), "the cells run", 15)
@@ -118,7 +130,7 @@ def run_all(
             raise Seen(f"a cell failed:\n{e.inner_text()[-2000:]}")
         found = prompts()
         return found and all(re.fullmatch(r"\[\d+\]:", t) for t in found)
-    until(begun, "a kernel takes the cells", 120) # JupyterLab says idle before it has connected, and then forgets the click
+    until(begun, "the kernel takes the cells", 120) # the page may lag behind the server, and then forgets the click
     until(ended, "all cells have run", seconds, .5)
 
 
@@ -212,13 +224,12 @@ def notebooks(
     seconds:float=900, # at most for all cells of one notebook
 ):
     "Open each notebook, run it, and use its widgets in both themes"
-    with browser() as b, jupyterlab() as address:
+    with browser() as b, jupyterlab() as lab:
         for path in paths:
             name, began = path.stem, time.monotonic()
             page = b.new_page(viewport=dict(width=1200, height=900))
             try:
-                page.goto(address(path.relative_to(NBS).as_posix()))
-                run_all(page, seconds)
+                run_all(page, lab, path.relative_to(NBS).as_posix(), seconds)
                 boxes = {kind: page.query_selector_all(f".tinyllm-{kind}") for kind in ("widget", "dashboard", "playground")}
                 if not any(boxes.values()): raise Seen("no widget on the page")
                 for box in boxes["widget"]: move_one(page, box)
@@ -233,7 +244,7 @@ def notebooks(
                 picture(page, shots, f"{name}-failed")
                 raise Seen(f"{path.name}: {e}") from e
             finally:
-                with contextlib.suppress(Exception): page.evaluate("() => fetch('/api/sessions')")
+                for k in kernels(page, lab): kernels(page, lab, "delete", k["id"])
                 page.close()
 
 
