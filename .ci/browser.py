@@ -125,11 +125,14 @@ def run_all(
         page.get_by_text("Run All Cells", exact=True).click()
         with contextlib.suppress(Seen): return until(lambda: any(t != "[ ]:" for t in prompts()), "the cells run", 15)
     def prompts(): return [t.strip() for t in page.eval_on_selector_all(".jp-CodeCell .jp-InputPrompt", "els => els.map(e => e.textContent)")]
+    still = []
     def ended():
-        for e in page.query_selector_all('.jp-Cell-outputArea [data-mime-type="application/vnd.jupyter.error"]'):
-            raise Seen(f"a cell failed:\n{e.inner_text()[-2000:]}")
         found = prompts()
-        return found and all(re.fullmatch(r"\[\d+\]:", t) for t in found)
+        if found and all(re.fullmatch(r"\[\d+\]:", t) for t in found): return True
+        still.append(found)
+        if len(still) > 20 and "[*]:" not in found and found == still[-20]: # after an error the rest is left alone
+            outputs = [o.inner_text() for o in page.query_selector_all(".jp-Cell-outputArea .jp-RenderedText")]
+            raise Seen(f"a cell failed:\n{outputs[-1][-1500:] if outputs else found}")
     until(begun, "the kernel takes the cells", 120) # the page may lag behind the server, and then forgets the click
     until(ended, "all cells have run", seconds, .5)
 
