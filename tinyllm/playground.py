@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['offers', 'Playground']
 
-# %% ../nbs/14c_playground.ipynb #5b125740
+# %% ../nbs/14c_playground.ipynb #73092462
 import html, itertools, threading
 from typing import Callable
 from fastcore.basics import patch
@@ -16,7 +16,7 @@ from .sampling import next_probs, stream, token_rules
 from .tokenizer import Tokenizer
 from .widgets import Knob, Pace, bundle, explain, find_ipywidgets, row, stack, stderr
 
-# %% ../nbs/14c_playground.ipynb #ad32d550
+# %% ../nbs/14c_playground.ipynb #e792b8aa
 def offers(
     model:Transformer,
     tokenizer:Tokenizer,
@@ -32,7 +32,7 @@ def offers(
     def text(i): return None if i in ends['stop_ids'] else views.readable(tokenizer.table[i][0])
     return [(i, text(i), p) for i,p in zip(best.indices.tolist(), best.values.tolist())]
 
-# %% ../nbs/14c_playground.ipynb #26368c93
+# %% ../nbs/14c_playground.ipynb #c41033db
 class Playground:
     "Tell a story, go back to a token, take another branch"
     def __init__(self,
@@ -84,7 +84,7 @@ class Playground:
         self.text = self.tokenizer.decode(before)  # the story ends here
         self.look()
 
-# %% ../nbs/14c_playground.ipynb #05883857
+# %% ../nbs/14c_playground.ipynb #5081d27e
 @patch
 def look(self:Playground,
     at:int=None # index of a token, or of the place behind the last; none: where we are
@@ -99,7 +99,8 @@ def look(self:Playground,
         self.choices = offers(self.model, self.tokenizer, self.ids[:self.at], **asked)
         losses = views.token_losses(self.model, self.ids)
         shown = views.surprise_html(self.tokenizer, self.ids, losses, self.at).data
-        self.html = shown + html.escape(rest)
+        beyond = f'<div>(beyond the context: … {html.escape(rest)})</div>' if rest else ''
+        self.html = shown + beyond
         if self.box: self._show_offers()
 
 @patch
@@ -122,7 +123,7 @@ def _changed(self:Playground):
         self._set_busy(False)
     if self.box: self.errors.outputs = stderr(self.job.error)
 
-# %% ../nbs/14c_playground.ipynb #30c370a9
+# %% ../nbs/14c_playground.ipynb #16359571
 @patch
 def _build(self:Playground, w):
     self.controls = {k:o.control(w) for k,o in self.knobs.items()}
