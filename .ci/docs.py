@@ -95,6 +95,8 @@ def make_sources():
 MATH = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.S)
 KATEX = re.compile(r'<(?:link|script)[^>]*katex[^>]*>(?:</script>)?\s*')
 
+REMOTE = re.compile(r"""@import\s*(?:url\(\s*["']?(?:https?:)?//[^)]*\)|["'](?:https?:)?//[^"']*["'])[^;]*;""")
+
 FIGURE = re.compile(r'<img src="data:image/png;base64,([^"]+)"')
 
 # what latex2mathml would pass over in silence, in words that it knows
@@ -161,6 +163,8 @@ def finish_site():
         text = FIGURE.sub(lambda m: f'{m.group(0)} width="{sizes[m.group(1)]}"' if m.group(1) in sizes else m.group(0), text)
         text = link.sub(lambda m: own_link(m, up, anchors), KATEX.sub("", text))
         (SITE/name).write_text(text, encoding="utf-8")
+    for style in SITE.rglob("*.css"): # the themes ask a server for fonts; every browser has some that do
+        style.write_text(REMOTE.sub("", style.read_text(encoding="utf-8")), encoding="utf-8")
     sitemap = SITE/"sitemap.xml" # its dates are those of this build's files, not of the pages
     if sitemap.exists(): sitemap.write_text(re.sub(r"\s*<lastmod>.*?</lastmod>", "", sitemap.read_text()))
     (SITE/".nojekyll").touch()
@@ -224,6 +228,7 @@ def check_links(
             if not target.is_file(): faults.append(f"{where}: no such page or file: {href}")
             elif parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]:
                 faults.append(f"{where}: no such anchor: {href}")
+    faults += [f"{p.relative_to(site)}: needs the network" for p in sorted(site.rglob("*.css")) if re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", p.read_text("utf-8"))]
     return faults + [f"{p.relative_to(site)}: no page links to it; add it to nbs/_quarto.yml" for p in pages if p not in linked]
 
 
