@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Job', 'Record', 'plot_record', 'status_line', 'Dashboard', 'watch']
 
-# %% ../nbs/14b_live.ipynb #5dc2ed49
+# %% ../nbs/14b_live.ipynb #58ef6160
 import dataclasses, html, threading
 from collections import deque
 from typing import Callable
@@ -16,7 +16,7 @@ from .launch import train_events
 from .metrics import curve, show_mfu, text_graph
 from .widgets import Pace, bundle, explain, find_ipywidgets, row, stack, stderr
 
-# %% ../nbs/14b_live.ipynb #f3306660
+# %% ../nbs/14b_live.ipynb #606d9015
 class Job:
     "An iterator consumed by a thread, which can be paused, stepped and stopped"
     def __init__(self,
@@ -63,7 +63,7 @@ class Job:
         if self.thread: self.thread.join(timeout)
         return self.state
 
-# %% ../nbs/14b_live.ipynb #14cbaf19
+# %% ../nbs/14b_live.ipynb #1c6f70c3
 @patch
 def _run(self:Job, make, each, counts):
     "What the thread does; nothing leaves it but a state and a message"
@@ -96,7 +96,7 @@ def _set(self:Job, state:str):
     try: self.changed()
     except Exception as e: self.state,self.error = 'failed',explain(e)
 
-# %% ../nbs/14b_live.ipynb #a62aa48b
+# %% ../nbs/14b_live.ipynb #8de83619
 class Record:
     "What a picture needs of a run's events, and no more"
     def __init__(self,
@@ -135,7 +135,7 @@ class Record:
     def step(self)->int: # optimizer steps finished
         return max((r['step'] for r in self.last.values()), default=0)
 
-# %% ../nbs/14b_live.ipynb #af6f1f34
+# %% ../nbs/14b_live.ipynb #e8ac2e1d
 def plot_record(
     record:Record,
     ax=None # three axes, made when None
@@ -172,7 +172,7 @@ def status_line(
     if 'mfu' in train: parts.append(f'MFU {show_mfu(train["mfu"])}')
     return ' · '.join(parts)
 
-# %% ../nbs/14b_live.ipynb #e7b66885
+# %% ../nbs/14b_live.ipynb #63461eea
 class Dashboard:
     "Watch and steer a run"
     def __init__(self,
@@ -210,7 +210,7 @@ class Dashboard:
         "Until the run has ended"
         return self.job.wait(timeout)
 
-# %% ../nbs/14b_live.ipynb #11adb96d
+# %% ../nbs/14b_live.ipynb #1d582ccf
 @patch
 def _begin(self:Dashboard, steps):
     self.job.start(self.events, self._add, lambda e: e['event'] == 'train', steps)
@@ -279,7 +279,7 @@ def _repr_mimebundle_(self:Dashboard, include=None, exclude=None):
     caption = 'A run. In JupyterLab it has the buttons Start, Pause, Step and Stop.'
     return bundle(self.box, self.html, caption, repr(self))
 
-# %% ../nbs/14b_live.ipynb #235e3524
+# %% ../nbs/14b_live.ipynb #0f055b37
 def watch(
     cfg:Config # the run's settings
 )->Dashboard: # for the run `cfg.run.name`

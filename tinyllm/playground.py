@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['offers', 'Playground']
 
-# %% ../nbs/14c_playground.ipynb #73092462
+# %% ../nbs/14c_playground.ipynb #aaa37f57
 import html, itertools, threading
 from typing import Callable
 from fastcore.basics import patch
@@ -16,7 +16,7 @@ from .sampling import next_probs, stream, token_rules
 from .tokenizer import Tokenizer
 from .widgets import Knob, Pace, bundle, explain, find_ipywidgets, row, stack, stderr
 
-# %% ../nbs/14c_playground.ipynb #e792b8aa
+# %% ../nbs/14c_playground.ipynb #13726648
 def offers(
     model:Transformer,
     tokenizer:Tokenizer,
@@ -32,7 +32,7 @@ def offers(
     def text(i): return None if i in ends['stop_ids'] else views.readable(tokenizer.table[i][0])
     return [(i, text(i), p) for i,p in zip(best.indices.tolist(), best.values.tolist())]
 
-# %% ../nbs/14c_playground.ipynb #c41033db
+# %% ../nbs/14c_playground.ipynb #b30cd66a
 class Playground:
     "Tell a story, go back to a token, take another branch"
     def __init__(self,
@@ -84,7 +84,7 @@ class Playground:
         self.text = self.tokenizer.decode(before)  # the story ends here
         self.look()
 
-# %% ../nbs/14c_playground.ipynb #5081d27e
+# %% ../nbs/14c_playground.ipynb #5cd7f746
 @patch
 def look(self:Playground,
     at:int=None # index of a token, or of the place behind the last; none: where we are
@@ -123,7 +123,7 @@ def _changed(self:Playground):
         self._set_busy(False)
     if self.box: self.errors.outputs = stderr(self.job.error)
 
-# %% ../nbs/14c_playground.ipynb #16359571
+# %% ../nbs/14c_playground.ipynb #fc424672
 @patch
 def _build(self:Playground, w):
     self.controls = {k:o.control(w) for k,o in self.knobs.items()}

@@ -8,7 +8,7 @@ __all__ = ['TINTS', 'blank_axes', 'figure_html', 'to_html', 'chip', 'readable', 
            'plot_attention', 'plot_heads', 'token_losses', 'surprise_html', 'plot_schedule', 'plot_compare',
            'runs_html']
 
-# %% ../nbs/14_views.ipynb #85b5f7fd
+# %% ../nbs/14_views.ipynb #8b7abb87
 import base64, html, io, math, threading
 from itertools import pairwise
 import torch
@@ -24,7 +24,7 @@ from .optim import lr_at
 from .sampling import device_of, evaluating
 from .tokenizer import Tokenizer
 
-# %% ../nbs/14_views.ipynb #4493539c
+# %% ../nbs/14_views.ipynb #56a262d4
 def blank_axes(
     width:float=6, # of the figure [inch]
     height:float=2.8, # of the figure [inch]
@@ -62,7 +62,7 @@ def to_html(
     if isinstance(shown, Figure): return figure_html(shown, alt)
     return f'<pre style="white-space:pre-wrap;color:inherit">{html.escape(shown)}</pre>'
 
-# %% ../nbs/14_views.ipynb #dc11ff86
+# %% ../nbs/14_views.ipynb #e765d8f3
 TINTS = ('66,133,244', '234,120,40', '52,168,83', '200,60,160', '150,110,60', '0,160,170')
 
 def chip(
@@ -92,7 +92,7 @@ def paragraph(
     small = f'<div style="opacity:.75;font-size:85%">{below}</div>' if below else ''
     return HTML(f'<div style="line-height:1.9;color:inherit">{"".join(parts)}</div>{small}')
 
-# %% ../nbs/14_views.ipynb #2ca56fea
+# %% ../nbs/14_views.ipynb #8da4729c
 def tokens_html(
     tokenizer:Tokenizer,
     text:str # any
@@ -105,7 +105,7 @@ def tokens_html(
     each = f', {size/len(ids):.2f} bytes a token' if ids else ''
     return paragraph(chips, f'{len(text)} characters, {size} bytes, {len(ids)} tokens{each}')
 
-# %% ../nbs/14_views.ipynb #e69aa0d8
+# %% ../nbs/14_views.ipynb #ffd64648
 def merge_walk(
     tokenizer:Tokenizer,
     text:str # a word or a short sentence: each merge looks at all pairs again
@@ -137,7 +137,7 @@ def merges_html(
         lines.append(f'<div><code>{n:3d}</code>&ensp;{"&hairsp;".join(chips)}</div>')
     return paragraph(lines, f'{last} of {len(walk)-1} merges, {len(walk[last])} pieces')
 
-# %% ../nbs/14_views.ipynb #dfceb86b
+# %% ../nbs/14_views.ipynb #e9579ce5
 def windows_html(
     x:torch.Tensor, # inputs, (B, T)
     y:torch.Tensor, # targets, (B, T); −100 where there is none
@@ -166,7 +166,7 @@ def batch_html(
     x,y = batches.step(step)[0]
     return windows_html(x, y, tokenizer, [f'window {i}' for i in batches.ids(step)[:len(x)]])
 
-# %% ../nbs/14_views.ipynb #cf10f7f5
+# %% ../nbs/14_views.ipynb #4adeccdd
 def rope_score(
     distance, # n − m [positions], any shape
     head_dim:int, # size of a head
@@ -211,7 +211,7 @@ def _circle():
     from matplotlib.patches import Circle
     return Circle((0, 0), 1, fill=False, color='C7', lw=.7)
 
-# %% ../nbs/14_views.ipynb #fe758117
+# %% ../nbs/14_views.ipynb #2878453e
 @torch.no_grad()
 def attention_weights(
     model:Transformer,
@@ -235,7 +235,7 @@ def attention_weights(
         for h in hooks: h.remove()
     return torch.stack(found)
 
-# %% ../nbs/14_views.ipynb #d8b811bd
+# %% ../nbs/14_views.ipynb #033d04e3
 def plot_attention(
     weights:torch.Tensor, # of one head, (T, T)
     names:list=None, # of the tokens; none: no labels
@@ -263,7 +263,7 @@ def plot_heads(
         plot_attention(w, ax=a).set_title(f'head {i}', fontsize=9)
     return ax
 
-# %% ../nbs/14_views.ipynb #31e7c04f
+# %% ../nbs/14_views.ipynb #d70a119c
 def token_losses(
     model:Transformer,
     ids:list # token ids, BOS first, at most the context long
@@ -288,7 +288,7 @@ def surprise_html(
     mean = f'mean {float(sum(losses))/len(losses):.2f} nats a token' if len(losses) else ''
     return paragraph(chips, mean)
 
-# %% ../nbs/14_views.ipynb #abb42f3e
+# %% ../nbs/14_views.ipynb #a3de8100
 def plot_schedule(
     cfg:OptimConfig, # its rates and its kind
     steps:int, # length of the run [steps]

@@ -7,7 +7,7 @@ __all__ = ['Knob', 'find_ipywidgets', 'Pace', 'Panel', 'explain', 'row', 'stack'
            'merges_widget', 'stories_widget', 'batch_widget', 'rope_widget', 'attention_widget', 'surprise_widget',
            'schedule_widget', 'compare_widget']
 
-# %% ../nbs/14a_widgets.ipynb #bdfed34b
+# %% ../nbs/14a_widgets.ipynb #0013ddf9
 import html, time, traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from .data import StepBatches
 from .model import Transformer
 from .tokenizer import Tokenizer
 
-# %% ../nbs/14a_widgets.ipynb #24a3c8e2
+# %% ../nbs/14a_widgets.ipynb #86171120
 @dataclass(frozen=True)
 class Knob:
     "One argument of a view, and what it may be"
@@ -53,7 +53,7 @@ def find_ipywidgets():
     except ImportError: return None
     return ipywidgets
 
-# %% ../nbs/14a_widgets.ipynb #90d21bed
+# %% ../nbs/14a_widgets.ipynb #cd559e75
 class Pace:
     "At most a few pictures a second, which take at most a share of the time"
     def __init__(self,
@@ -80,7 +80,7 @@ class Pace:
         now = self.clock()
         self.next = now + max(self.every_s, (now-began)*(1/self.share-1))
 
-# %% ../nbs/14a_widgets.ipynb #aeec79ae
+# %% ../nbs/14a_widgets.ipynb #aeddbff1
 class Panel:
     "Knobs, a plain function of their values, and one place that shows what it returned"
     def __init__(self,
@@ -135,7 +135,7 @@ class Panel:
     def __repr__(self):
         return f'{self.caption}: ' + ', '.join(f'{k}={v!r}' for k,v in self.values.items())
 
-# %% ../nbs/14a_widgets.ipynb #ff478772
+# %% ../nbs/14a_widgets.ipynb #90025cc3
 def explain(
     e:Exception
 )->str:
@@ -179,7 +179,7 @@ def bundle(
     kind = 'application/vnd.jupyter.widget-view+json'
     return res | ({kind:box._repr_mimebundle_()[kind]} if box else {})
 
-# %% ../nbs/14a_widgets.ipynb #769280ea
+# %% ../nbs/14a_widgets.ipynb #5e102733
 def tokens_widget(
     tokenizer:Tokenizer,
     text:str='Once upon a time, a little rabbit extemporised.' # at first
@@ -197,7 +197,7 @@ def merges_widget(
     return Panel(draw, 'Byte pair encoding, merge by merge', text=Knob('Text', text),
                  merge=Knob('Up to merge', 5, 0, 60))
 
-# %% ../nbs/14a_widgets.ipynb #cc59e4ab
+# %% ../nbs/14a_widgets.ipynb #d2fd8a96
 def stories_widget(
     corpus:Corpus,
     last:int=None # greatest number to choose; none: of the corpus, as far as known
@@ -221,7 +221,7 @@ def batch_widget(
     return Panel(lambda step: views.batch_html(batches, step, tokenizer),
                  'The windows of a batch', step=Knob('Step', 0, 0, steps-1))
 
-# %% ../nbs/14a_widgets.ipynb #46633051
+# %% ../nbs/14a_widgets.ipynb #0e9be149
 def rope_widget()->Panel:
     "Rotate a query and a key"
     def draw(m, n, pair, theta): return views.plot_rope(m, n, pair, theta=theta)
@@ -257,7 +257,7 @@ def surprise_widget(
         return views.surprise_html(tokenizer, ids, views.token_losses(model, ids))
     return Panel(draw, 'A text, darker where the model is surprised', text=Knob('Text', text))
 
-# %% ../nbs/14a_widgets.ipynb #5fd9ee05
+# %% ../nbs/14a_widgets.ipynb #96095347
 def schedule_widget(
     cfg:OptimConfig=OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=100), # at first
     steps:int=1000 # length of the run [steps]
