@@ -46,7 +46,8 @@ class Playground:
         self.knobs = dict(
             prompt=Knob('Prompt', prompt), temperature=Knob('Temperature', .8, 0, 2, .1),
             top_k=Knob('top k (0: all)', 0, 0, 100), top_p=Knob('top p', .95, .05, 1, .05),
-            max_new_tokens=Knob('Tokens', max(1, min(80, T-8)), 1, T), seed=Knob('Seed', 1, 0, 1000))
+            max_new_tokens=Knob('Tokens', max(1, min(80, T-8)), 1, T),
+            seed=Knob('Seed', 1, 0, 1000))
         self.values = {k:o.value for k,o in self.knobs.items()}
         self.text,self.ids,self.at,self.choices,self.html = prompt,[],1,[],''
         self.job,self.lock,self.box = Job(self._changed),threading.Lock(),None
