@@ -368,7 +368,7 @@ def outputs():
 
 @check
 def readme():
-    "README.md and CONTRIBUTING.md are what their notebooks give"
+    "README.md and .github/CONTRIBUTING.md are what their notebooks give"
     sh(PYTHON, ".ci/readme.py", "--check")
 
 

@@ -1,4 +1,4 @@
-"""README.md from nbs/index.ipynb, CONTRIBUTING.md from nbs/contributing.ipynb: python .ci/readme.py
+"""README.md from nbs/index.ipynb, .github/CONTRIBUTING.md from nbs/contributing.ipynb: python .ci/readme.py
 
 --check: only say whether they are up to date.
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT/"nbs"/"index_files"
-MADE = {"README.md": "index.ipynb", "CONTRIBUTING.md": "contributing.ipynb"} # file in the top folder → notebook
+MADE = {"README.md": "index.ipynb", ".github/CONTRIBUTING.md": "contributing.ipynb"} # file → notebook
 ENDINGS = {"image/svg+xml": "svg", "image/png": "png", "image/jpeg": "jpg"}
 HIDDEN = {"hide", "export", "exporti", "default_exp"} # cells that the home page does not show either
 
