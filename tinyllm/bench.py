@@ -9,7 +9,7 @@ __all__ = ['PEERS', 'KINDS', 'BENCHES', 'BENCH_FLAGS', 'race', 'report', 'machin
            'bench_sample', 'bench_data', 'bench_tokenizer', 'bench_startup', 'plot_roof', 'decode_point', 'gpu_shapes',
            'bench_gpu', 'run_bench', 'bench_text']
 
-# %% ../nbs/15_bench.ipynb #97c34d13
+# %% ../nbs/15_bench.ipynb #f3630552
 import contextlib, gc, importlib.util, io, os, platform, re, statistics, struct
 import subprocess, sys, tempfile, time
 from pathlib import Path
@@ -19,16 +19,16 @@ from .config import Config, CorpusConfig, ModelConfig, TinyLLMError, TrainConfig
 from .corpus import open_corpus
 from .data import StepBatches
 from .decode import Chooser, Decoder, why_not
-from .kernel import find_compiler
 from .layers import KVCache
 from .metrics import peak_flops
 from .model import Transformer, flops_per_token
+from .native import find_compiler
 from .shards import prepare_tokens
 from .data import open_tokens
 from .tokenizer import prepare_tokenizer
 from .training import TrainState, train_step
 
-# %% ../nbs/15_bench.ipynb #e519c903
+# %% ../nbs/15_bench.ipynb #42757025
 def race(
     ways:dict, # {name: function without arguments}; one may return (wall, cpu) of its own [s]
     rounds:int=5, # how often each way runs, after one run to warm up
@@ -44,7 +44,7 @@ def race(
             if i: res[name].append(own if isinstance(own, tuple) else took)
     return res
 
-# %% ../nbs/15_bench.ipynb #2c9b5856
+# %% ../nbs/15_bench.ipynb #7cf01d86
 def report(
     bench:str, # what was measured
     times:dict, # from `race`
@@ -66,7 +66,7 @@ def report(
             cpu_ratio=statistics.median(ratios[1]) if ratios[1] else None))
     return rows
 
-# %% ../nbs/15_bench.ipynb #6133dcc4
+# %% ../nbs/15_bench.ipynb #cbe424d9
 def machine_ways(
     n:int=1024 # side of the matrices
 )->tuple: # ways, work [GFLOP or GB]
@@ -96,7 +96,7 @@ def bench_machine(
     for row in rows: row['unit'] = 'GB/s' if row['way'] == 'copy' else 'GFLOP/s'
     return rows
 
-# %% ../nbs/15_bench.ipynb #06b23fef
+# %% ../nbs/15_bench.ipynb #1e758f95
 PEERS = ('transformers', 'llama2c', 'llama.cpp')
 
 def check_peers(
@@ -122,7 +122,7 @@ def _load_file(path:Path):
     spec.loader.exec_module(module)
     return module
 
-# %% ../nbs/15_bench.ipynb #059fd86d
+# %% ../nbs/15_bench.ipynb #3f71aa76
 def hf_config(
     cfg:ModelConfig
 ):
@@ -144,7 +144,7 @@ def hf_model(
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {'lm_head.weight'}
     return peer
 
-# %% ../nbs/15_bench.ipynb #cfc53c86
+# %% ../nbs/15_bench.ipynb #2f06d08d
 def _peer_step(model, loss_of, optimizer, dtype):
     "A step of somebody else's model"
     def step():
@@ -177,7 +177,7 @@ def transformers_step(cfg:ModelConfig, x, dtype=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(.9, .95), weight_decay=.1, fused=True)
     return _peer_step(model, lambda: model(input_ids=x, labels=x).loss, optimizer, dtype)
 
-# %% ../nbs/15_bench.ipynb #d2146ee8
+# %% ../nbs/15_bench.ipynb #052bb46c
 def our_step(
     cfg:ModelConfig,
     x:torch.Tensor, # token ids, (B, T)
@@ -213,7 +213,7 @@ def bench_train(
     for row in rows: row['gflops'] = row['rate']*flops_per_token(cfg)/1e9
     return rows
 
-# %% ../nbs/15_bench.ipynb #dc8eb303
+# %% ../nbs/15_bench.ipynb #22ca44e4
 KINDS = dict( # kind: what its operations' names begin with, behind `aten::`
     products=('mm', 'addmm', 'linear', 'mkldnn'),
     attention=('_scaled_dot_product', 'bmm', 'baddbmm', '_softmax', '_safe_softmax'),
@@ -239,7 +239,7 @@ def profile_step(
     res['Python and calls'] = max(0., wall-sum(res.values()))
     return {k:v/sum(res.values()) for k,v in res.items()}
 
-# %% ../nbs/15_bench.ipynb #bf4776d6
+# %% ../nbs/15_bench.ipynb #34e46c26
 def plot_shares(
     shares:dict, # {name of a bar: {kind: share}}
     ax=None
@@ -260,7 +260,7 @@ def plot_shares(
     ax.legend(ncols=3, frameon=False, loc='upper center', bbox_to_anchor=(.5, -.05), fontsize=8)
     return ax
 
-# %% ../nbs/15_bench.ipynb #50a32652
+# %% ../nbs/15_bench.ipynb #ba7cd713
 def write_llama2c(
     model:Transformer, # float32
     path
@@ -292,7 +292,7 @@ def write_ids(
             piece = f'{i} '.encode()
             file.write(struct.pack('<fi', 0., len(piece)) + piece)
 
-# %% ../nbs/15_bench.ipynb #3ae10620
+# %% ../nbs/15_bench.ipynb #93584398
 class RunC:
     "llama2.c's run.c with a model, ready to tell"
     def __init__(self,
@@ -325,7 +325,7 @@ class RunC:
         after = os.times()
         return wall,after.children_user+after.children_system-before.children_user-before.children_system
 
-# %% ../nbs/15_bench.ipynb #73d42572
+# %% ../nbs/15_bench.ipynb #e98eea1a
 def lively(
     cfg:ModelConfig, # shape, with its vocabulary size
     seed:int=3
@@ -358,7 +358,7 @@ class KernelText:
         self.cache.reset()
         return self.decoder.run(torch.ones(self.rows, dtype=torch.int64), self.cache, self.greedy, n)
 
-# %% ../nbs/15_bench.ipynb #0fd04e85
+# %% ../nbs/15_bench.ipynb #b7d29f9f
 def _hf_text(model, rows, n):
     "Greedy by transformers' generate"
     peer,start = hf_model(model).eval(),torch.ones(rows, 1, dtype=torch.int64)
@@ -368,7 +368,7 @@ def _hf_text(model, rows, n):
                                  max_new_tokens=n, min_new_tokens=n, use_cache=True)[:, 1:].T
     return tell
 
-# %% ../nbs/15_bench.ipynb #4e1481a2
+# %% ../nbs/15_bench.ipynb #5608b71c
 def bench_sample(
     cfg:ModelConfig, # shape, with its vocabulary size
     rows:tuple=(1, 16), # texts at a time
@@ -396,7 +396,7 @@ def bench_sample(
     for row in res: row['same_tokens'] = texts[row['way']][:n] == first[:n]
     return res
 
-# %% ../nbs/15_bench.ipynb #70f16ccd
+# %% ../nbs/15_bench.ipynb #627719f0
 class _OneByOne(torch.utils.data.Dataset):
     "The usual data set: a window per index"
     def __init__(self, tokens, T): self.tokens,self.T = tokens,T
@@ -454,7 +454,7 @@ def bench_startup(cfg=None, rounds:int=5, **_)->list: # rows of `report`
     ways = {k:lambda line=line: start(line) for k,line in code.items()}
     return report('startup', race(ways, rounds), dict.fromkeys(ways, 1), 'starts', 'python')
 
-# %% ../nbs/15_bench.ipynb #cb927c17
+# %% ../nbs/15_bench.ipynb #8a82f99a
 def plot_roof(
     flops:float, # arithmetic at best [GFLOP/s]
     copy:float, # memory at best [GB/s]
@@ -483,7 +483,7 @@ def decode_point(
     cache = rows*cfg.n_layers*cfg.kv_heads*cfg.head_dim*cfg.seq_len # keys and values, half full
     return rows*flops/(4*(weights+cache)),rate*flops/1e9
 
-# %% ../nbs/15_bench.ipynb #eddbb2bc
+# %% ../nbs/15_bench.ipynb #82b0ab38
 def gpu_shapes()->dict: # {name: (ModelConfig, sequences at a time)}
     "What `bench --gpu` measures"
     stories = dict(vocab_size=32_000, tie_embeddings=True, multiple_of=32)
@@ -560,7 +560,7 @@ def bench_gpu(
             longest = max(longest, time.perf_counter()-start)
     return res | dict(seconds=time.perf_counter()-began)
 
-# %% ../nbs/15_bench.ipynb #02fe2815
+# %% ../nbs/15_bench.ipynb #ff81a757
 BENCHES = ('machine', 'train', 'sample', 'data', 'tokenizer', 'startup')
 BENCH_FLAGS = dict(
     vs=f'peers, separated by commas: {", ".join(PEERS)}', llama2c='folder of llama2.c (run.c, model.py)',

@@ -6,16 +6,16 @@
 __all__ = ['PAGE', 'WORTH_IT', 'why_not', 'big_zeros', 'layer_weights', 'Decoder', 'cache', 'scores', 'Chooser', 'run', 'Recall',
            'speculate', 'pick_decoder']
 
-# %% ../nbs/10b_decode.ipynb #985889a7
+# %% ../nbs/10b_decode.ipynb #b8476c81
 import contextlib, ctypes, math, mmap
 import torch
 from .config import TinyLLMError
-from .kernel import CBatch, CChoice, CLayer, CModel, build_kernel, kernel_ready, load_kernel
-from .kernel import find_compiler, pack_panels
+from .kernel import CBatch, CChoice, CLayer, CModel, kernel_ready, load_kernel, pack_panels
 from .layers import KVCache
 from .model import Transformer
+from .native import find_compiler
 
-# %% ../nbs/10b_decode.ipynb #7534accc
+# %% ../nbs/10b_decode.ipynb #33f28422
 def _names(cfg):
     "The weights that the kernel uses, all or some of which a model has"
     own = 'q_proj.bias k_proj.bias v_proj.bias q_norm.weight k_norm.weight'.split()
@@ -37,7 +37,7 @@ def why_not(
     if getattr(model.cfg, 'mask_stories', False): return 'stories of one window are masked'
     if not find_compiler() and not kernel_ready(): return 'there is no C compiler'
 
-# %% ../nbs/10b_decode.ipynb #f74f5003
+# %% ../nbs/10b_decode.ipynb #107ac421
 PAGE = 2**21 # bytes of a big page
 
 def big_zeros(
@@ -53,7 +53,7 @@ def big_zeros(
     skip = -flat.data_ptr() % PAGE // 4
     return flat[skip:skip+n].view(shape)
 
-# %% ../nbs/10b_decode.ipynb #57bc0eab
+# %% ../nbs/10b_decode.ipynb #a2b2a663
 def _join_gate_up(gate, up, half):
     "Both (hidden_dim, dim), in alternating groups of `half` rows"
     missing = -len(gate) % half
@@ -84,7 +84,7 @@ def layer_weights(
         if f'self_attn.{o}.weight' in w: res[o] = w[f'self_attn.{o}.weight']
     return res
 
-# %% ../nbs/10b_decode.ipynb #46e06632
+# %% ../nbs/10b_decode.ipynb #59d0c96d
 class Decoder:
     "A model's weights as they are now, in the kernel's hands"
     def __init__(self,
@@ -112,7 +112,7 @@ class Decoder:
         self.keep.append(big_zeros(*tensor.shape).copy_(tensor) if big else tensor.clone())
         return self.keep[-1].data_ptr()
 
-# %% ../nbs/10b_decode.ipynb #c4818d75
+# %% ../nbs/10b_decode.ipynb #6f57abbc
 def _prepare(self:Decoder, cache, rows, n):
     "Room for `n` new tokens of each of `rows` rows"
     shape = rows, n, cache.k.data_ptr(), cache.v.data_ptr(), cache.max_len
@@ -145,7 +145,7 @@ def _place(self:Decoder, tokens, cache, more):
 
 Decoder._prepare,Decoder._place = _prepare,_place
 
-# %% ../nbs/10b_decode.ipynb #90d1d26a
+# %% ../nbs/10b_decode.ipynb #6544e7f3
 def cache(self:Decoder,
     batch:int, # rows B
     max_len:int=None, # room per row [tokens]; none: the context length
@@ -167,7 +167,7 @@ def scores(self:Decoder,
 
 Decoder.cache,Decoder.scores = cache,scores
 
-# %% ../nbs/10b_decode.ipynb #043298d3
+# %% ../nbs/10b_decode.ipynb #756b865d
 class Chooser:
     "How a token is chosen from its scores"
     def __init__(self,
@@ -210,7 +210,7 @@ def _not_finite():
     return TinyLLMError('the scores of the next token are not finite', 'sampling',
         'the weights are damaged or training diverged: use an earlier checkpoint')
 
-# %% ../nbs/10b_decode.ipynb #3f2e07a5
+# %% ../nbs/10b_decode.ipynb #c816fe83
 def run(self:Decoder,
     tokens:torch.Tensor, # newest token of each row, int64, (B,)
     cache:KVCache, # what came before
@@ -230,7 +230,7 @@ def run(self:Decoder,
 
 Decoder.run = run
 
-# %% ../nbs/10b_decode.ipynb #010b5f3f
+# %% ../nbs/10b_decode.ipynb #67b35437
 class Recall:
     "What followed the last time"
     def __init__(self,
@@ -254,7 +254,7 @@ class Recall:
             if at := self.after.get(tuple(self.ids[-n:])): return self.ids[at:at+most]
         return []
 
-# %% ../nbs/10b_decode.ipynb #a8aa6f01
+# %% ../nbs/10b_decode.ipynb #9de39db0
 def speculate(
     scores, # (tokens (1, T), cache) -> (1, T, vocab_size), adding the tokens to the cache
     choose, # (scores (T, vocab_size), u (T,)) -> ids (T,)
@@ -275,7 +275,7 @@ def speculate(
         for i in new: recall.push(i)
         yield new
 
-# %% ../nbs/10b_decode.ipynb #0f1b3531
+# %% ../nbs/10b_decode.ipynb #5fd14907
 WORTH_IT = 1000 # tokens from which compiling for one text pays
 
 def pick_decoder(
