@@ -29,7 +29,7 @@ setup(
     packages=find_packages(include=[cfg["lib_name"], cfg["lib_name"] + ".*"]),
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split()},
+    extras_require={"dev": cfg["dev_requirements"].split(), "gguf": cfg["gguf_requirements"].split()},
     entry_points={
         "console_scripts": cfg["console_scripts"].split("\n"),
         "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"],

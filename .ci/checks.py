@@ -261,7 +261,7 @@ SMALL = ["train", "--corpus.num_stories=1200", "--tokenizer.vocab_size=400", "--
          "--model.n_heads=2", "--model.n_kv_heads=1", "--model.hidden_dim=64", "--model.seq_len=384", "--model.dropout=0.1",
          f"--train.steps={STEPS}", "--train.tokens_per_step=1536", "--train.micro_batch_size=2", "--train.eval_every=10",
          "--train.eval_tokens=3072", "--train.log_every=1", "--train.save_every=3", "--train.threads=1", "--run.name=small"]
-TIMES = {"time_s", "tokens_per_s", "step_ms", "mfu", "eta_s"} # fields of metrics.jsonl that may differ
+TIMES = {"time_s", "tokens_per_s", "step_ms", "mfu", "eta_s", "backward_ms", "comm_ms"} # fields of metrics.jsonl that may differ
 
 def outcome(run:Path):
     "Final weights and log of a run, without times"
@@ -311,6 +311,25 @@ def resume():
         succeed(*SMALL, "--resume", cwd=folders["killed"])
         must_equal(f"after {kills} kills", outcome(run("killed")), want)
     return f"{kills} kills, {seconds:.0f} s unbroken"
+
+
+def by_script(*words, timeout)->str: # its last line
+    "A check that is a script of its own, which one may also run by hand; what it says is shown"
+    out = sh(PYTHON, *words, timeout=timeout)
+    print("     " + out.rstrip().replace("\n", "\n     "), flush=True)
+    return out.rstrip().split("\n")[-1]
+
+
+@check
+def two_nodes():
+    "Two network namespaces: a worker is killed, a machine goes silent (root only; .ci/two_nodes.py --scenes all)"
+    return by_script(".ci/two_nodes.py", timeout=600)
+
+
+@check
+def storm():
+    "Two processes, a few kills, a damaged checkpoint, a full disk (the whole storm: .ci/storm.py --kills 30)"
+    return by_script(".ci/storm.py", "--kills", "4", timeout=900)
 
 
 # ---------------------------------------------------------------- what a contributor needs
@@ -373,6 +392,43 @@ def tests():
 def tests_from_nbs():
     "A notebook's test is the same from its own folder"
     sh(VENV/"bin"/"nbdev_test", "--path", "00_config.ipynb", "--n_workers", "0", cwd=ROOT/"nbs")
+
+
+# ---------------------------------------------------------------- neighbours
+
+LLAMA_CPP = "llama-cpp-python==0.3.36" # built from source: 4 minutes on two cores; LLAMA_CPP=no leaves it out, and says so
+
+@check
+def doors():
+    "A run exported to transformers, llama2.c and llama.cpp, imported again: the same greedy story everywhere"
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        succeed("train", "--corpus.num_stories=2000", "--tokenizer.vocab_size=400", "--model.dim=64", "--model.n_layers=2",
+                "--model.n_heads=4", "--model.n_kv_heads=2", "--model.seq_len=256", "--train.steps=200",
+                "--train.tokens_per_step=1024", "--train.micro_batch_size=4", "--train.eval_every=0", "--train.eval_tokens=4096",
+                "--train.save_every=0", "--optim.lr=3e-3", "--optim.warmup_steps=20", "--run.name=r", cwd=folder)
+        ask = ("--prompt", "Once upon a time", "--temperature=0", "--num_samples=1", "--max_new_tokens=200")
+        story, bits = succeed("sample", "r", *ask, cwd=folder)[0], set()
+        for to, out in dict(hf="hf", llama2c="m.bin", gguf="m.gguf").items():
+            succeed("export", "r", f"--to={to}", f"--out={out}", cwd=folder)
+            succeed("import", out, f"--out=runs/{to}", cwd=folder)
+            if (told := succeed("sample", f"runs/{to}", *ask, cwd=folder)[0]) != story: raise Failed(f"{to} tells another story:\n{told}\n{story}")
+            found = json.loads(succeed("eval", f"runs/{to}", "--on=builtin", "--limit=20", "--json", cwd=folder)[0])
+            bits.add(round(found["bits_per_byte"], 5))
+        if len(bits) > 1: raise Failed(f"bits per byte differ: {bits}")
+        theirs = sh(PYTHON, "-c", "import sys, torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+            "model, words = (c.from_pretrained('hf') for c in (AutoModelForCausalLM, AutoTokenizer))\n"
+            "ids = words('Once upon a time', return_tensors='pt')\n"
+            "print('STORY', words.decode(model.generate(**ids, do_sample=False, max_new_tokens=200)[0], skip_special_tokens=True))",
+            cwd=folder, env=environment(offline=True, HF_HUB_OFFLINE="1")).partition("STORY ")[2]
+        if theirs.strip() != story.strip(): raise Failed(f"transformers tells another story:\n{theirs}\n{story}")
+        if os.environ.get("LLAMA_CPP") == "no": return f"{bits.pop()} bits/byte; llama.cpp was left out"
+        begin = time.perf_counter()
+        sh(PYTHON, "-m", "pip", "-q", "install", LLAMA_CPP, env=environment(CMAKE_BUILD_PARALLEL_LEVEL="2"), timeout=1200)
+        built = time.perf_counter() - begin
+        (folder/"story.txt").write_text(story, encoding="utf-8")
+        said = sh(PYTHON, ROOT/".ci"/"doors.py", folder/"m.gguf", folder/"story.txt", "Once upon a time", cwd=folder)
+    return f"{bits.pop()} bits/byte by every road; llama.cpp ({built:.0f} s to build): {said.strip().splitlines()[-1]}"
 
 
 @check

@@ -36,7 +36,8 @@ def read_windows(
     split:TokenSplit, # the row
     starts, # position of each window's first input, (B,)
     lengths, # real targets of each, the rest is masked, (B,)
-    seq_len:int # T [tokens]
+    seq_len:int, # T [tokens]
+    pad_id:int=None # this id is no target
 )->tuple: # inputs, targets: torch.int64, each (B, T)
     "Read windows as inputs and targets"
     rows = split.gather(starts, seq_len+1)
@@ -47,16 +48,19 @@ def read_windows(
     x, y = rows[:,:-1].astype(np.int64), rows[:,1:].astype(np.int64) # each (B, T)
     if np.min(lengths, initial=seq_len) < seq_len:
         y[np.arange(seq_len) >= np.asarray(lengths)[:,None]] = -100
+    if pad_id is not None: y[y == pad_id] = -100
     return torch.from_numpy(x), torch.from_numpy(y)
 
 def get_batch(
     split:TokenSplit, # the row
     ids, # windows to read, (B,)
-    seq_len:int # T [tokens]
+    seq_len:int, # T [tokens]
+    pad_id:int=None # this id is no target
 )->tuple: # inputs, targets: torch.int64, each (B, T); −100 where there is no target
     "The windows `ids` as a batch"
     starts = np.asarray(ids, dtype=np.int64)*seq_len
-    return read_windows(split, starts, np.minimum(seq_len, split.n_tokens-1-starts), seq_len)
+    return read_windows(split, starts, np.minimum(seq_len, split.n_tokens-1-starts), seq_len,
+                        pad_id)
 
 # %% ../nbs/03_data.ipynb #1ac62f8d
 _GOLDEN = 0x9E3779B97F4A7C15 # 2⁶⁴ over the golden ratio
@@ -108,10 +112,11 @@ class StepBatches:
         tokens_per_step:int, # of all ranks together [tokens]
         micro_batch_size:int, # windows a rank reads at once
         seed:int, # of the order
-        rank:int=0, world_size:int=1 # this process among how many
+        rank:int=0, world_size:int=1, # this process among how many
+        pad_id:int=None # this id is no target, where it stands in the data
     ):
         check_batch_sizes(seq_len, tokens_per_step, micro_batch_size, world_size)
-        self.split, self.seq_len, self.seed = split, seq_len, seed
+        self.split, self.seq_len, self.seed, self.pad_id = split, seq_len, seed, pad_id
         self.micro_batch_size, self.rank, self.world_size = micro_batch_size, rank, world_size
         self.windows_per_step = tokens_per_step//seq_len
         self.n_micro = self.windows_per_step//(micro_batch_size*world_size) # accumulation
@@ -138,14 +143,17 @@ def step(self:StepBatches,
 )->list: # n_micro × (inputs, targets), each (micro_batch_size, T)
     "What this rank reads in a step"
     mine = self.ids(step).reshape(self.n_micro, self.world_size, -1)[:,self.rank]
-    x, y = get_batch(self.split, mine.reshape(-1), self.seq_len) # (n_micro*micro_batch_size, T)
+    x, y = get_batch(self.split, mine.reshape(-1), self.seq_len, self.pad_id) # (windows, T)
     return list(zip(x.split(self.micro_batch_size), y.split(self.micro_batch_size)))
 
 @patch
 def n_targets(self:StepBatches,
     step:int # any
 )->int: # of all ranks
-    "Real targets in a step, without reading data"
+    "Real targets in a step; without reading data, unless some ids in it are none"
+    if self.pad_id is not None:
+        y = get_batch(self.split, self.ids(step), self.seq_len, self.pad_id)[1]
+        return int((y != -100).sum())
     masked = self.n_windows*self.seq_len-(self.split.n_tokens-1) # in the last window
     short = int((self.ids(step) == self.n_windows-1).sum())
     return self.windows_per_step*self.seq_len-short*masked
@@ -234,10 +242,11 @@ class EvalBatches:
         split:TokenSplit, # the row
         starts:np.ndarray, lengths:np.ndarray, # of the windows of all ranks, (n,)
         seq_len:int, micro_batch_size:int, # shape of a batch
-        rank:int=0, world_size:int=1 # this process among how many
+        rank:int=0, world_size:int=1, # this process among how many
+        pad_id:int=None # this id is no target
     ):
-        self.split, self.seq_len = split, seq_len
-        self.n_targets = int(lengths.sum()) # of all ranks
+        self.split, self.seq_len, self.pad_id = split, seq_len, pad_id
+        self.n_targets = int(lengths.sum()) # of all ranks, `pad_id` included
         fill = -len(starts) % (world_size*micro_batch_size)
         both = np.stack([np.append(starts, np.zeros(fill, np.int64)),
                          np.append(lengths, np.zeros(fill, np.int64))]) # (2, n+fill)
@@ -246,7 +255,7 @@ class EvalBatches:
     def __len__(self)->int: return self._windows.shape[1]
 
     def __getitem__(self, i:int)->tuple: # inputs, targets: torch.int64, each (micro_batch_size, T)
-        return read_windows(self.split, *self._windows[:,i], self.seq_len)
+        return read_windows(self.split, *self._windows[:,i], self.seq_len, self.pad_id)
 
     def __iter__(self)->Iterator: return (self[i] for i in range(len(self)))
 
@@ -257,14 +266,16 @@ def eval_batches(
     n_tokens:int, # about so many targets; None: all
     micro_batch_size:int, # windows in a batch
     align:str="packed", # 'packed': as in training, 'bos': whole stories
-    rank:int=0, world_size:int=1 # this process among how many
+    rank:int=0, world_size:int=1, # this process among how many
+    pad_id:int=None # this id is no target
 )->EvalBatches:
     "The batches on which a model is evaluated"
     if align not in ("packed", "bos"): raise TinyLLMError(
         f"align={align!r}", "eval_batches", "use 'packed' or 'bos'")
     windows = packed_windows if align == "packed" else story_windows
     starts, lengths = windows(split, seq_len, n_tokens)[:2]
-    return EvalBatches(split, starts, lengths, seq_len, micro_batch_size, rank, world_size)
+    return EvalBatches(split, starts, lengths, seq_len, micro_batch_size, rank, world_size,
+                       pad_id)
 
 # %% ../nbs/03_data.ipynb #89953a5e
 def eval_floor(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_HALVES', 'RMSNorm', 'rope_frequencies', 'rope_tables', 'apply_rope', 'Rope', 'attend_halves', 'attend',
-           'attention_mask', 'KVCache', 'Attention', 'SwiGLU', 'Block']
+           'attention_mask', 'story_starts', 'KVCache', 'Attention', 'SwiGLU', 'Block']
 
 # %% ../nbs/04_layers.ipynb #947c29f4
 import torch
@@ -42,12 +42,13 @@ def rope_frequencies(
 
 def rope_tables(
     frequencies:torch.Tensor, # radians per position, float64, (head_dim/2,)
-    length:int # positions 0…length-1 [tokens]
+    length:int, # positions 0…length-1 [tokens]
+    scale:float=1. # factor on both
 )->tuple: # cosines and sines, float32, each (length, head_dim)
     "Cosine and sine of every angle, in the layout of Hugging Face: both halves hold all pairs"
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device='cpu'), frequencies)
     angles = torch.cat((angles, angles), dim=-1) # (length, head_dim)
-    return angles.cos().float(), angles.sin().float()
+    return (scale*angles.cos()).float(), (scale*angles.sin()).float()
 
 # %% ../nbs/04_layers.ipynb #60aee1bd
 def apply_rope(
@@ -64,12 +65,12 @@ def apply_rope(
 class Rope(nn.Module):
     "Rotary tables: always float32, never in a checkpoint, as long as needed"
     def __init__(self,
-        head_dim:int, # size of one head
+        frequencies:torch.Tensor, # radians per position, float64, (head_dim/2,)
         length:int, # positions to prepare [tokens]
-        theta:float=10_000. # base of the frequencies
+        scale:float=1. # factor on the tables
     ):
         super().__init__()
-        self.frequencies = rope_frequencies(head_dim, theta)
+        self.frequencies,self.scale = frequencies,scale
         for name in ('cos','sin'): self.register_buffer(name, torch.empty(0), persistent=False)
         self.grow(length)
 
@@ -78,7 +79,7 @@ class Rope(nn.Module):
     )->None:
         "Compute tables for positions 0…length-1, on the device where the old ones are"
         with torch.inference_mode(False): # training may follow a sample that made them grow
-            tables = rope_tables(self.frequencies, length)
+            tables = rope_tables(self.frequencies, length, self.scale)
             self.cos,self.sin = (t.to(self.cos.device) for t in tables)
 
     def _apply(self, fn, recurse=True):
@@ -143,16 +144,28 @@ def attend(
 def attention_mask(
     start:int, # tokens already seen [tokens]
     length:int, # new tokens T
-    pad:torch.Tensor=None, # padding in front of each row [tokens], (B,)
+    first:torch.Tensor=None, # first key that a query may see, (B, 1) or (B, T); none: key 0
     device=None # where the mask is needed
 )->torch.Tensor: # True where a query may look, (1 or B, 1, T, start+T); None if causality is all
     "The mask of `length` queries that follow `start` tokens"
-    if pad is None and (start==0 or length==1): return None
+    if first is None and (start==0 or length==1): return None
     key = torch.arange(start+length, device=device) # (S,)
     query = key[start:,None] # (T, 1)
     mask = (key <= query)[None] # (1, T, S)
-    if pad is not None: mask = (mask & (key >= pad[:,None,None])) | (key==query) # (B, T, S)
+    if first is not None: mask = (mask & (key >= first[...,None])) | (key==query) # (B, T, S)
     return mask[:,None] # (1 or B, 1, T, S)
+
+# %% ../nbs/04_layers.ipynb #6b0c11d3
+def story_starts(
+    tokens:torch.Tensor, # token ids, (B, T)
+    bos_id:int, # the id that begins a story
+    start:int=0, # tokens already seen [tokens]
+    first:torch.Tensor=None # where the story of the token before begins, or the row, (B, 1)
+)->torch.Tensor: # (B, T), for `attention_mask`
+    "The position at which the story of each token begins"
+    position = torch.arange(start, start+tokens.shape[1], device=tokens.device) # (T,)
+    before = 0 if first is None else first
+    return torch.where(tokens==bos_id, position, before).cummax(1).values
 
 # %% ../nbs/04_layers.ipynb #78a92b59
 class KVCache:
@@ -165,6 +178,9 @@ class KVCache:
         dtype:torch.dtype=None, # of keys and values; none: torch's default
         pad:torch.Tensor=None # padding in front of each row [tokens], (B,)
     ):
+        if cfg.rope_scaling=='dynamic' and (max_len or 0) > cfg.seq_len: raise TinyLLMError(
+            f"dynamic RoPE scaling turns all keys anew with each token beyond seq_len={cfg.seq_len}",
+            f"KVCache(max_len={max_len})", "stay within seq_len, go without a cache, or use yarn")
         shape = cfg.n_layers, batch, cfg.kv_heads, max_len or cfg.seq_len, cfg.head_dim
         self.k,self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.reset(pad)
@@ -177,6 +193,7 @@ class KVCache:
     )->None:
         "Forget everything; the buffers stay"
         self.length,self.pad = 0,None if pad is None else pad.to(self.k.device)
+        self.story = None # where the newest story of each row begins, (B, 1), if stories are masked
 
     def begin(self,
         batch:int, # rows of the new tokens
@@ -215,10 +232,10 @@ class Attention(nn.Module):
         layer:int=0 # index of the block, the row of the cache
     ):
         super().__init__()
-        self.head_dim,self.layer,self.dropout = cfg.head_dim,layer,cfg.dropout
-        self.q_proj = nn.Linear(cfg.dim, cfg.n_heads*cfg.head_dim, bias=False)
-        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads*cfg.head_dim, bias=False)
-        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads*cfg.head_dim, bias=False)
+        self.head_dim,self.layer,self.attn_dropout = cfg.head_dim,layer,cfg.dropout_of('attn')
+        self.q_proj = nn.Linear(cfg.dim, cfg.n_heads*cfg.head_dim, bias=cfg.attention_bias)
+        self.k_proj = nn.Linear(cfg.dim, cfg.kv_heads*cfg.head_dim, bias=cfg.attention_bias)
+        self.v_proj = nn.Linear(cfg.dim, cfg.kv_heads*cfg.head_dim, bias=cfg.attention_bias)
         self.o_proj = nn.Linear(cfg.n_heads*cfg.head_dim, cfg.dim, bias=False)
         self.q_norm,self.k_norm = (RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm
                                    else nn.Identity() for _ in range(2))
@@ -236,7 +253,7 @@ class Attention(nn.Module):
         q,k = apply_rope(self.q_norm(q), cos, sin),apply_rope(self.k_norm(k), cos, sin)
         q,k,v = (o.transpose(1, 2) for o in (q,k,v)) # each (B, heads, T, head_dim)
         if cache is not None: k,v = cache.update(self.layer, k, v) # S = length+T positions
-        out = attend(q, k, v, mask, self.dropout if self.training else 0.)
+        out = attend(q, k, v, mask, self.attn_dropout if self.training else 0.)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1)) # (B, T, n_heads*head_dim)
 
 # %% ../nbs/04_layers.ipynb #65fae20d
@@ -266,7 +283,8 @@ class Block(nn.Module):
         self.self_attn,self.mlp = Attention(cfg, layer),SwiGLU(cfg)
         self.input_layernorm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.post_attention_layernorm = RMSNorm(cfg.dim, cfg.norm_eps)
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.resid_dropout = nn.Dropout(cfg.dropout_of('resid'))
+        self.mlp_dropout = nn.Dropout(cfg.dropout_of('mlp'))
 
     def forward(self,
         x:torch.Tensor, # residual stream, (B, T, dim)
@@ -275,5 +293,5 @@ class Block(nn.Module):
         mask:torch.Tensor=None, # from `attention_mask`
         cache:KVCache=None # earlier keys and values
     )->torch.Tensor: # residual stream, (B, T, dim)
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, cache))
-        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+        x = x + self.resid_dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, cache))
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))

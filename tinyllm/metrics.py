@@ -8,11 +8,11 @@ __all__ = ['PEAKS', 'PEAK_DTYPES', 'OTHER_CHIP', 'BLOCKS', 'to_line', 'from_line
            'perplexity', 'curve', 'run_name', 'plot_loss', 'plot_runs', 'thin', 'sparkline', 'text_graph', 'text_plot']
 
 # %% ../nbs/09_metrics.ipynb #76f79e1e
-import errno, json, math, os, time
+import errno, json, math, os, time, warnings
 from contextlib import contextmanager
 from pathlib import Path
 from fastcore.basics import patch
-from .config import TinyLLMError, write_atomic
+from .config import RunFailed, TinyLLMError, write_atomic
 
 # %% ../nbs/09_metrics.ipynb #9630c2a1
 def to_line(row:dict)->str: # one line of strict JSON, newline included
@@ -85,6 +85,7 @@ class MetricsLog:
     ):
         self.path, self.tensorboard, self.clock = Path(path), tensorboard, clock
         self.board = tensorboard_writer(tensorboard) if tensorboard else None
+        self._waiting, self._problem = b"", None # lines that found no room, and why
         self._open()
 
     def _open(self):
@@ -100,6 +101,7 @@ class MetricsLog:
 
     def close(self):
         "Close the files"
+        if self._waiting: self._put()
         self.file.close()
         if self.board: self.board.close()
 
@@ -117,16 +119,26 @@ def write(self:MetricsLog,
     time_s = values.pop("time_s", None)
     if time_s is None: time_s = round(self.clock() - self._start, 3)
     row = dict(event=event, step=step, tokens=tokens, time_s=time_s, **values)
-    line, size = to_line(row).encode(), os.fstat(self.file.fileno()).st_size
-    try:
-        if self.file.write(line) < len(line): raise OSError(errno.ENOSPC, "No space left")
-    except OSError as e:
-        self.file.truncate(size)
-        raise TinyLLMError(f"the log cannot be written ({e.strerror})", str(self.path),
-            "free some space, then go on with --run.resume=true") from None
+    self._waiting += to_line(row).encode()
+    self._put()
     self._seen.add((event, step))
     self._mirror(row)
     return row
+
+@patch
+def _put(self:MetricsLog)->OSError|None: # what is in the way
+    "Append the lines that wait, all or none"
+    size, had = os.fstat(self.file.fileno()).st_size, self._problem
+    try:
+        if self.file.write(self._waiting) < len(self._waiting):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._waiting, self._problem = b"", None
+    except OSError as e:
+        self.file.truncate(size)
+        self._problem = e
+        if not had: warnings.warn(f"{self.path}: cannot be written ({e.strerror}); lines wait for "
+            "space", stacklevel=3)
+    return self._problem
 
 # %% ../nbs/09_metrics.ipynb #2865f236
 @patch
@@ -140,6 +152,8 @@ def has(self:MetricsLog,
 @patch
 def sync(self:MetricsLog):
     "Make all rows so far survive a power cut too (called before a checkpoint is committed)"
+    if self._waiting and (e := self._put()): raise RunFailed(
+        f"the log cannot be written ({e.strerror})", str(self.path), "free some space") from e
     os.fsync(self.file.fileno())
 
 @patch
