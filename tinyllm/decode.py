@@ -6,7 +6,7 @@
 __all__ = ['PAGE', 'WORTH_IT', 'why_not', 'big_zeros', 'layer_weights', 'Decoder', 'cache', 'scores', 'Chooser', 'run', 'Recall',
            'speculate', 'pick_decoder']
 
-# %% ../nbs/10b_decode.ipynb #b8476c81
+# %% ../nbs/10b_decode.ipynb #d2631284
 import contextlib, ctypes, math, mmap
 import torch
 from .config import TinyLLMError
@@ -15,7 +15,7 @@ from .layers import KVCache
 from .model import Transformer
 from .native import find_compiler
 
-# %% ../nbs/10b_decode.ipynb #33f28422
+# %% ../nbs/10b_decode.ipynb #9a3f9fb7
 def _names(cfg):
     "The weights that the kernel uses, all or some of which a model has"
     own = 'q_proj.bias k_proj.bias v_proj.bias q_norm.weight k_norm.weight'.split()
@@ -34,10 +34,10 @@ def why_not(
         if p.device.type != 'cpu': return f'the model is on {p.device.type}, the kernel is for a CPU'
         if p.dtype != torch.float32: return f'the weights are {p.dtype}, the kernel knows float32'
         if name not in _names(model.cfg): return f'the kernel has no place for {name}'
-    if getattr(model.cfg, 'mask_stories', False): return 'stories of one window are masked'
+    if model.cfg.mask_stories: return 'stories of one window are masked'
     if not find_compiler() and not kernel_ready(): return 'there is no C compiler'
 
-# %% ../nbs/10b_decode.ipynb #107ac421
+# %% ../nbs/10b_decode.ipynb #bb2c29e4
 PAGE = 2**21 # bytes of a big page
 
 def big_zeros(
@@ -53,7 +53,7 @@ def big_zeros(
     skip = -flat.data_ptr() % PAGE // 4
     return flat[skip:skip+n].view(shape)
 
-# %% ../nbs/10b_decode.ipynb #a2b2a663
+# %% ../nbs/10b_decode.ipynb #a5642cbd
 def _join_gate_up(gate, up, half):
     "Both (hidden_dim, dim), in alternating groups of `half` rows"
     missing = -len(gate) % half
@@ -84,7 +84,7 @@ def layer_weights(
         if f'self_attn.{o}.weight' in w: res[o] = w[f'self_attn.{o}.weight']
     return res
 
-# %% ../nbs/10b_decode.ipynb #59d0c96d
+# %% ../nbs/10b_decode.ipynb #cd381a97
 class Decoder:
     "A model's weights as they are now, in the kernel's hands"
     def __init__(self,
@@ -95,15 +95,15 @@ class Decoder:
         self.lib,self.model,self.threads = load_kernel(),model,threads or torch.get_num_threads()
         c,panel = model.cfg,self.lib.tinyllm_panel()
         head = model.model.embed_tokens if model.lm_head is None else model.lm_head
-        head = pack_panels(head.weight.detach()*model.model.norm.weight.detach(), panel)
+        head = head.weight.detach()[:c.vocab_size]*model.model.norm.weight.detach()
         layers = [layer_weights(model, i, panel) for i in range(c.n_layers)]
         embedding = model.model.embed_tokens.weight.detach()
-        self.vocab,self.width = len(embedding),-(-len(embedding)//panel)*panel
+        self.vocab,self.width = c.vocab_size,-(-c.vocab_size//panel)*panel
         self.keep,self.shape = [embedding],None
         self.layers = (CLayer*c.n_layers)(*[
             CLayer(**{k:self._hold(v) for k,v in o.items()}) for o in layers])
         self.c = CModel(c.dim, c.ffn_dim, c.n_layers, c.n_heads, c.kv_heads, c.head_dim, self.vocab,
-                        c.norm_eps, embedding.data_ptr(), self._hold(head))
+                        c.norm_eps, embedding.data_ptr(), self._hold(pack_panels(head, panel)))
         self.c.layer = ctypes.addressof(self.layers)
 
     def _hold(self, tensor):
@@ -112,7 +112,7 @@ class Decoder:
         self.keep.append(big_zeros(*tensor.shape).copy_(tensor) if big else tensor.clone())
         return self.keep[-1].data_ptr()
 
-# %% ../nbs/10b_decode.ipynb #6f57abbc
+# %% ../nbs/10b_decode.ipynb #0c5f7087
 def _prepare(self:Decoder, cache, rows, n):
     "Room for `n` new tokens of each of `rows` rows"
     shape = rows, n, cache.k.data_ptr(), cache.v.data_ptr(), cache.max_len
@@ -145,7 +145,7 @@ def _place(self:Decoder, tokens, cache, more):
 
 Decoder._prepare,Decoder._place = _prepare,_place
 
-# %% ../nbs/10b_decode.ipynb #6544e7f3
+# %% ../nbs/10b_decode.ipynb #ac6f7164
 def cache(self:Decoder,
     batch:int, # rows B
     max_len:int=None, # room per row [tokens]; none: the context length
@@ -167,7 +167,7 @@ def scores(self:Decoder,
 
 Decoder.cache,Decoder.scores = cache,scores
 
-# %% ../nbs/10b_decode.ipynb #756b865d
+# %% ../nbs/10b_decode.ipynb #c9b37673
 class Chooser:
     "How a token is chosen from its scores"
     def __init__(self,
@@ -210,7 +210,7 @@ def _not_finite():
     return TinyLLMError('the scores of the next token are not finite', 'sampling',
         'the weights are damaged or training diverged: use an earlier checkpoint')
 
-# %% ../nbs/10b_decode.ipynb #c816fe83
+# %% ../nbs/10b_decode.ipynb #3af057ad
 def run(self:Decoder,
     tokens:torch.Tensor, # newest token of each row, int64, (B,)
     cache:KVCache, # what came before
@@ -230,7 +230,7 @@ def run(self:Decoder,
 
 Decoder.run = run
 
-# %% ../nbs/10b_decode.ipynb #67b35437
+# %% ../nbs/10b_decode.ipynb #cd0d032c
 class Recall:
     "What followed the last time"
     def __init__(self,
@@ -254,7 +254,7 @@ class Recall:
             if at := self.after.get(tuple(self.ids[-n:])): return self.ids[at:at+most]
         return []
 
-# %% ../nbs/10b_decode.ipynb #9de39db0
+# %% ../nbs/10b_decode.ipynb #8246ce07
 def speculate(
     scores, # (tokens (1, T), cache) -> (1, T, vocab_size), adding the tokens to the cache
     choose, # (scores (T, vocab_size), u (T,)) -> ids (T,)
@@ -275,15 +275,16 @@ def speculate(
         for i in new: recall.push(i)
         yield new
 
-# %% ../nbs/10b_decode.ipynb #5fd14907
+# %% ../nbs/10b_decode.ipynb #80909168
 WORTH_IT = 1000 # tokens from which compiling for one text pays
 
 def pick_decoder(
     model:Transformer,
-    kernel:str='auto', # `on`, `off`; auto: where it is ready or worth compiling
+    kernel='auto', # `on`, `off`, or a `Decoder`; auto: where it is ready or worth compiling
     tokens:int=0 # length of what will be told, all rows together [tokens]
 )->tuple: # a `Decoder` or None, and why
     "The kernel for this model, if it can and should be used"
+    if isinstance(kernel, Decoder): return kernel,'the C kernel'
     if kernel == 'off': return None,'as asked'
     reason = why_not(model)
     if reason and kernel == 'on': raise TinyLLMError(reason, 'sample.kernel=on', 'leave it at auto')

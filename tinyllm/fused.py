@@ -6,15 +6,15 @@
 __all__ = ['C_HALF', 'C_NORM', 'C_GATE', 'C_TURN', 'C_SOFTMAX', 'C_LOSS', 'C_FUSED', 'CHUNK', 'WORTH_FUSING', 'FusedNorm',
            'FusedGate', 'FusedTurn', 'FusedAttention', 'FusedLoss', 'fused_loss', 'why_not_fused', 'pick_loss']
 
-# %% ../nbs/06b_fused.ipynb #409776cd
+# %% ../nbs/06b_fused.ipynb #043df7b9
 import torch
 import torch.nn.functional as F
 from .config import TinyLLMError
 from .layers import MAX_HALVES, attend
-from .model import Transformer
+from .model import Transformer, check_targets, check_tokens
 from .native import C_BASE, FLOAT, INT, POINTER, build, find_compiler, load
 
-# %% ../nbs/06b_fused.ipynb #b2b46c98
+# %% ../nbs/06b_fused.ipynb #8ca7899d
 C_HALF = r'''
 typedef uint16_t half;
 INLINE float get_half(half h) { union { uint32_t bits; float value; } u = { (uint32_t)h << 16 }; return u.value; }
@@ -29,7 +29,7 @@ void fused_threads(int64_t n) { threads = (int)n; }
 #define EACH _Pragma("omp parallel for schedule(static) num_threads(threads)")
 '''
 
-# %% ../nbs/06b_fused.ipynb #785f3ba7
+# %% ../nbs/06b_fused.ipynb #39f7874c
 C_NORM = r'''
 void norm_NUM(int64_t N, int64_t D, float eps, const float *restrict x, const float *restrict w,
               NUM *restrict y, float *restrict inverse) {
@@ -62,7 +62,7 @@ void norm_back_NUM(int64_t N, int64_t D, int64_t parts, const float *restrict x,
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #72c76ca8
+# %% ../nbs/06b_fused.ipynb #32a2505b
 C_GATE = r'''
 void gate_NUM(int64_t N, int64_t H, const NUM *restrict both, NUM *restrict y) {
   EACH for (int64_t n = 0; n < N; n++) {
@@ -87,7 +87,7 @@ void gate_back_NUM(int64_t N, int64_t H, const NUM *restrict both, const NUM *re
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #b6c334aa
+# %% ../nbs/06b_fused.ipynb #60d12665
 C_TURN = r'''
 // joined (B, T, heads+2*kv, d) <-> q (B, heads, T, d), k, v (B, kv, T, d); queries are scaled
 #define TURN(NAME, TO, FROM, SIGN) \
@@ -115,7 +115,7 @@ TURN(turn_back_NUM, one, other, -)
 #undef TURN
 '''
 
-# %% ../nbs/06b_fused.ipynb #b92e6fc9
+# %% ../nbs/06b_fused.ipynb #10316f56
 C_SOFTMAX = r'''
 // w (P, rows, S): row r of each P is query begin+r and sees keys 0 … begin+r
 void softmax_NUM(int64_t P, int64_t rows, int64_t S, int64_t begin, NUM *w, float *room) {
@@ -143,7 +143,7 @@ void softmax_back_NUM(int64_t P, int64_t rows, int64_t S, int64_t begin, const N
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #c8709fbc
+# %% ../nbs/06b_fused.ipynb #48aacf37
 C_LOSS = r'''
 void nats_NUM(int64_t N, int64_t V, NUM *z, const int64_t *target, float *nats, float *room) {
   EACH for (int64_t n = 0; n < N; n++) {
@@ -163,7 +163,7 @@ void nats_NUM(int64_t N, int64_t V, NUM *z, const int64_t *target, float *nats, 
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #2e82a24d
+# %% ../nbs/06b_fused.ipynb #56186f39
 _C_OPS = C_NORM + C_GATE + C_TURN + C_SOFTMAX + C_LOSS
 C_FUSED = C_BASE + C_HALF + _C_OPS.replace('NUM', 'float') + _C_OPS.replace('NUM', 'half')
 _FUNCTIONS = (('fused_threads', None, INT), *[(f'{name}_{num}', None, *args) for num in ('float', 'half')
@@ -185,7 +185,7 @@ def _room(size):
     "Workspace: so many floats for each thread"
     return torch.empty(torch.get_num_threads()*size)
 
-# %% ../nbs/06b_fused.ipynb #8bc0fc70
+# %% ../nbs/06b_fused.ipynb #69560ed1
 class FusedNorm(torch.autograd.Function):
     "RMSNorm of a float32 stream, the answer in the type of the products"
     @staticmethod
@@ -235,7 +235,7 @@ class FusedTurn(torch.autograd.Function):
         _call('turn_back', joined, *ctx.how, joined, *[g.contiguous() for g in grads])
         return joined,None,None,None,None,None
 
-# %% ../nbs/06b_fused.ipynb #457a3f2f
+# %% ../nbs/06b_fused.ipynb #fc1e94dd
 class FusedAttention(torch.autograd.Function):
     "Causal attention in parts of the rows, each over the keys it can see; queries come scaled"
     @staticmethod
@@ -277,6 +277,7 @@ class FusedLoss(torch.autograd.Function):
         for h,y,n,d in zip(*(o.split(rows) for o in (hidden, targets, nats, dh))):
             z = h @ w.T # (rows, vocab_size)
             _call('nats', z, len(z), V, z, y, n, room)
+            if not any(ctx.needs_input_grad): continue # evaluation
             torch.mm(z, w, out=d)
             dw += z.T @ h
         ctx.save_for_backward(dh, dw)
@@ -286,7 +287,7 @@ class FusedLoss(torch.autograd.Function):
         dh,dw = ctx.saved_tensors
         return dh*g,dw*g,None
 
-# %% ../nbs/06b_fused.ipynb #bad7811c
+# %% ../nbs/06b_fused.ipynb #590665b5
 def fused_loss(
     model:Transformer, # see `why_not_fused`
     tokens:torch.Tensor, # token ids, int64, (B, T)
@@ -295,6 +296,9 @@ def fused_loss(
 )->tuple: # sum of the losses [nats]; number of real targets
     "What `model.loss` returns, in fewer passes through memory"
     c,(B,T) = model.cfg,tokens.shape
+    check_tokens(tokens, c, model.training)
+    check_targets(targets, tokens, c)
+    if c.pad_id is not None: targets = targets.masked_fill(targets == c.pad_id, -100)
     short = dtype == torch.bfloat16 and T <= MAX_HALVES
     cos,sin = (o.contiguous() for o in model.rope(0, T))
     x = model.model.embed_tokens(tokens) # (B, T, dim)
@@ -313,9 +317,9 @@ def fused_loss(
         x = x + joined(FusedGate.apply(both), m.down_proj)
     head = model.model.embed_tokens if model.lm_head is None else model.lm_head
     hidden = normed(model.model.norm).flatten(0, 1) # (B*T, dim)
-    return FusedLoss.apply(hidden, head.weight, targets.flatten()),(targets != -100).sum()
+    return FusedLoss.apply(hidden, head.weight[:c.vocab_size], targets.flatten()),(targets != -100).sum()
 
-# %% ../nbs/06b_fused.ipynb #e6ee8a98
+# %% ../nbs/06b_fused.ipynb #82d025c9
 def why_not_fused(
     model:Transformer,
     dtype:torch.dtype # of the products
@@ -329,24 +333,24 @@ def why_not_fused(
     if dtype not in (torch.float32, torch.bfloat16): return f'products are {dtype}'
     if drops: return f'dropout in {drops[0]}'
     if c.qk_norm: return 'queries and keys are normed'
-    for name in ('mask_stories', 'pad_id'):
-        if getattr(c, name, None) not in (None, False): return f'model.{name} is set'
-    if not getattr(c, 'residual_float32', True): return 'the residual stream is not float32'
-    if getattr(c, 'rope_scaling', None) == 'dynamic': return 'dynamic RoPE scaling depends on the length'
+    if c.mask_stories: return 'stories of one window are masked'
+    if not c.residual_float32: return 'the residual stream is not float32'
+    if c.rope_scaling == 'dynamic': return 'dynamic RoPE scaling depends on the length'
     if not find_compiler(): return 'there is no C compiler'
 
-# %% ../nbs/06b_fused.ipynb #11f8d4b4
+# %% ../nbs/06b_fused.ipynb #37233162
 WORTH_FUSING = 300_000 # tokens of a run from which compiling pays
 
 def pick_loss(
     model:Transformer,
     dtype:torch.dtype, # of the products
     fused:str='auto', # `on`, `off`; auto: where it is possible and pays
-    tokens:int=0 # of the whole run [tokens]
+    tokens:int=0, # of the whole run [tokens]
+    reason:str=None # what else speaks against it
 )->tuple: # function (tokens, targets) -> (nats, targets counted), and why
     "The loss that training uses; the fused one must not run under autocast"
     if fused == 'off': return model.loss,'as asked'
-    reason = why_not_fused(model, dtype)
+    reason = reason or why_not_fused(model, dtype)
     if reason and fused == 'on': raise TinyLLMError(reason, 'train.fused=on', 'leave it at auto')
     if reason: return model.loss,reason
     if fused == 'auto' and tokens < WORTH_FUSING: return model.loss,f'{tokens} tokens are not worth compiling it'

@@ -6,13 +6,13 @@
 __all__ = ['C_VECTORS', 'C_EXP', 'C_BASE', 'INT', 'REAL', 'FLOAT', 'POINTER', 'find_compiler', 'cache_folder', 'library_path',
            'is_built', 'build', 'load']
 
-# %% ../nbs/03a_native.ipynb #936b275f
+# %% ../nbs/03a_native.ipynb #b56f016e
 import ctypes, hashlib, os, shutil, subprocess, tempfile
 from functools import lru_cache
 from pathlib import Path
 from .config import TinyLLMError
 
-# %% ../nbs/03a_native.ipynb #8a13733b
+# %% ../nbs/03a_native.ipynb #22f83d1f
 C_VECTORS = r'''
 #include <float.h>
 #include <math.h>
@@ -53,7 +53,7 @@ INLINE void meet(Gate *gate, int all) { // wait until all threads are here
 }
 '''
 
-# %% ../nbs/03a_native.ipynb #00e1f5c7
+# %% ../nbs/03a_native.ipynb #e5fcf8e4
 C_EXP = r'''
 #ifdef __FP_FAST_FMAF
 #define FMA(a, b, c) fmaf(a, b, c) // also keeps the compiler from joining the two parts of ln 2
@@ -70,10 +70,10 @@ INLINE float exp_(float x) {
 void tinyllm_exp(int64_t n, float *x) { for (int64_t i = 0; i < n; i++) x[i] = exp_(x[i]); }
 '''
 
-# %% ../nbs/03a_native.ipynb #09d1274d
+# %% ../nbs/03a_native.ipynb #19c60ad4
 C_BASE = C_VECTORS + C_EXP # what every library begins with
 
-# %% ../nbs/03a_native.ipynb #c448ec47
+# %% ../nbs/03a_native.ipynb #6a8b0e76
 _FREE = ('-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math '
          '-freciprocal-math').split()
 _TRIES = [['-O3', tune, *_FREE, *more, '-std=gnu11', '-shared', '-fPIC']
@@ -89,17 +89,21 @@ def cache_folder()->Path:
     own,xdg = os.environ.get('TINYLLM_CACHE'),os.environ.get('XDG_CACHE_HOME')
     return Path(own) if own else Path(xdg or Path.home()/'.cache')/'tinyllm'
 
+@lru_cache
+def _version(compiler:str)->str:
+    "What the compiler says about itself"
+    return subprocess.run([compiler, '--version'], capture_output=True, text=True).stdout
+
 def library_path(
     source:str, # C
     folder:Path=None # none: `cache_folder()`
 )->Path: # None without a compiler
     "Where the library is, or would be, kept: a hash of all it depends on is its name"
     if not (compiler := find_compiler()): return None
-    version = subprocess.run([compiler, '--version'], capture_output=True, text=True).stdout
     try: cpu = [l for l in Path('/proc/cpuinfo').read_text().splitlines()
                 if l.startswith(('model name', 'flags', 'Features'))][:2]
     except OSError: cpu = list(os.uname())
-    parts = source, str(_TRIES), compiler, version, str(cpu)
+    parts = source, str(_TRIES), compiler, _version(compiler), str(cpu)
     name = hashlib.sha256('\0'.join(parts).encode()).hexdigest()[:16]
     return Path(folder or cache_folder())/f'{name}.so'
 
@@ -107,7 +111,7 @@ def is_built(source:str)->bool:
     "Whether the library was compiled before, so that using it costs nothing"
     return bool((path := library_path(source)) and path.exists())
 
-# %% ../nbs/03a_native.ipynb #932a0ef3
+# %% ../nbs/03a_native.ipynb #bd589f15
 def build(
     source:str, # C
     folder:Path=None # where the library is kept; none: `cache_folder()`
@@ -133,7 +137,7 @@ def build(
         str(path.parent), 'point TINYLLM_CACHE to a folder that can be written') from None
     return path
 
-# %% ../nbs/03a_native.ipynb #9e388bb8
+# %% ../nbs/03a_native.ipynb #3fe7fc56
 INT,REAL,FLOAT,POINTER = ctypes.c_int64,ctypes.c_double,ctypes.c_float,ctypes.c_void_p
 
 @lru_cache
