@@ -200,6 +200,7 @@ class TrainConfig:
     micro_batch_size:int = 32 # sequences of one forward pass on one device [sequences]
     dtype:Literal['auto','float32','bfloat16','float16'] = 'auto' # arithmetic of the forward pass
     compile:bool = False # torch.compile the model
+    fused:Literal['auto','on','off'] = 'auto' # C code between the products (CPU); auto: in long runs
     device:str = 'auto' # `cpu`, `cuda`, `cuda:1`, `mps`; auto: the best there is
     threads:Optional[int] = None # CPU threads of PyTorch; none: PyTorch's choice
     seed:int = 1 # of the weights, the dropout and the order of the data
@@ -274,6 +275,8 @@ class SampleConfig:
     max_new_tokens:int = 256 # length limit [tokens]
     num_samples:int = 3 # stories, told as one batch
     seed:int = 1 # of the draws
+    kernel:Literal['auto','on','off'] = 'auto' # C code for the steps (CPU); auto: where it pays
+    speculate:int = 0 # tokens guessed from the text itself, checked in one pass; 0: off [tokens]
     def __post_init__(self):
         _check(self, ('temperature', _not_negative, 'at least 0'),
                ('top_k', _not_negative, 'at least 0'),
@@ -281,7 +284,10 @@ class SampleConfig:
                ('min_p', lambda v: 0 <= v <= 1, 'between 0 and 1'),
                ('repetition_penalty', _positive, 'positive'),
                ('max_new_tokens', _positive, 'positive'),
-               ('num_samples', _positive, 'positive'), ('seed', _seed, 'below 2^32'))
+               ('num_samples', _positive, 'positive'), ('seed', _seed, 'below 2^32'),
+               ('speculate', lambda v: 0 <= v <= 64, 'between 0 and 64'))
+        _check(self, ('speculate', lambda v: not v or self.repetition_penalty == 1,
+                      '0 with a repetition_penalty'))
 
 # %% ../nbs/00_config.ipynb #8b54e664
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def provenance(
                 torch=torch.__version__, numpy=numpy.__version__,
                 sentencepiece=sentencepiece.__version__, threads=torch.get_num_threads(),
                 machine=platform.machine(), system=platform.system(), processor=_processor(),
-                device=device, dtype=str(state.dtype).removeprefix('torch.'),
+                device=device, dtype=str(state.dtype).removeprefix('torch.'), fused=state.path,
                 processes=state.world.size, backend=state.world.backend, launch=launch_id())
 
 def _processor()->str:
@@ -185,6 +185,7 @@ def build(
     model = load_model(checkpoint, device)[0] if checkpoint else fresh_model(cfg).to(device)
     if world.rank: _seed(_seed_of(cfg.train.seed, world.rank))  # weights alike, dropout not
     state = TrainState(cfg, model, device, dtype, world)
+    if state.path == 'fused': log.info('fused step: C between the products')
     if checkpoint: _go_on(state, checkpoint, load_trainer(checkpoint, world))
     return state
 

@@ -13,6 +13,7 @@ from .checkpoint import rng_state, set_rng_state
 from .config import Config, RunFailed, TinyLLMError
 from .data import StepBatches, count_bytes
 from .distributed import World, any_over, sum_over
+from .fused import pick_loss
 from .metrics import RateMeter, bits_per_byte, mfu
 from .model import Transformer
 from .optim import lr_at, make_optimizer
@@ -51,6 +52,7 @@ class TrainState:
         self.cfg,self.model,self.device,self.dtype = cfg,model,device,dtype
         self.world = world
         self.parallel = parallelize(model, cfg.distributed, world, cfg.train.compile)
+        self.path = _fuse(self.parallel, cfg, dtype)
         self.optimizer = make_optimizer(model, cfg.optim, device)  # of weights perhaps sharded now
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.step,self.skipped,self.best_val_loss = 0,0,math.inf
@@ -84,6 +86,21 @@ class TrainState:
         memory = {k:{n:t.to(self.device) for n,t in v.items()} if isinstance(v, dict) else v
                   for k,v in (d.get('hook') or {}).items()}
         return self.parallel.load_hook_state(memory)
+
+# %% ../nbs/10_training.ipynb #cb3ec0e2
+def _fuse(
+    parallel, # a `Parallel`: its loss is exchanged
+    cfg:Config,
+    dtype:torch.dtype # of the products
+)->str: # `fused`, or why not
+    "Let the fused step compute the loss where it can"
+    d,t,other = cfg.distributed,cfg.train,None
+    if t.compile: other = 'train.compile is on'
+    elif parallel.strategy == 'fsdp': other = 'the weights are sharded'
+    elif d.activation_checkpointing: other = 'distributed.activation_checkpointing is on'
+    loss,why = pick_loss(parallel.model, dtype, t.fused, t.steps*t.tokens_per_step, other)
+    if why == 'fused': parallel.whole.run = loss
+    return why
 
 # %% ../nbs/10_training.ipynb #08e9aed1
 def train_step(
