@@ -6,14 +6,14 @@
 __all__ = ['from_launcher', 'under_torchrun', 'run_id', 'restarts', 'follow_parent', 'note_exit', 'launch_local', 'free_port',
            'run_ranks']
 
-# %% ../nbs/06c_processes.ipynb #1b6be427
+# %% ../nbs/06c_processes.ipynb #681092dc
 import ctypes, os, signal, socket, subprocess, sys, tempfile, threading, time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Callable, Iterator, Optional
 from .config import TinyLLMError
 
-# %% ../nbs/06c_processes.ipynb #ad6a5c97
+# %% ../nbs/06c_processes.ipynb #b1f6f77c
 def from_launcher(
     name:str, # of a variable
     default:int, # where it is not set
@@ -40,7 +40,7 @@ def restarts()->int:
     "How often torchrun has restarted the group after a failure on this machine"
     return from_launcher('TORCHELASTIC_RESTART_COUNT', 0)
 
-# %% ../nbs/06c_processes.ipynb #0bc51fc7
+# %% ../nbs/06c_processes.ipynb #12450e19
 def _may_launch(
     pid:int # of a parent
 )->bool:
@@ -67,7 +67,7 @@ def follow_parent(
     if gone(): os.kill(os.getpid(), signum) # it ended before the kernel knew
     if not ask_kernel: threading.Thread(target=watch, daemon=True).start()
 
-# %% ../nbs/06c_processes.ipynb #757aac12
+# %% ../nbs/06c_processes.ipynb #a5eab397
 _CODES = 'TINYLLM_EXIT_CODES' # folder where workers of `launch_local` leave how they ended
 
 def note_exit(
@@ -94,7 +94,7 @@ def _agent(
         sys.exit(f'tinyllm: rank {rank} ended with exit code {failure.exitcode}, '
                  'and the restarts are used up')
 
-# %% ../nbs/06c_processes.ipynb #edc92492
+# %% ../nbs/06c_processes.ipynb #5df9016e
 def launch_local(
     nproc:int, # processes on this machine
     argv:list, # command line of each
@@ -120,7 +120,7 @@ def launch_local(
     if 2 in codes: return 2
     return 0 if passed and codes == [0]*nproc else code
 
-# %% ../nbs/06c_processes.ipynb #4344cf71
+# %% ../nbs/06c_processes.ipynb #eb7325c3
 @contextmanager
 def _passing_signals(
     child:subprocess.Popen # who gets them
@@ -137,7 +137,7 @@ def _passing_signals(
         for s,h in old.items(): signal.signal(s, h)
         if child.poll() is None: child.terminate()
 
-# %% ../nbs/06c_processes.ipynb #a80c9862
+# %% ../nbs/06c_processes.ipynb #3bf34ca9
 def free_port()->int:
     "A port that nobody listens on just now"
     with socket.socket() as s:
