@@ -6,7 +6,7 @@ python .ci/browser.py site [--shots DIR]                                  the bu
 Pictures of what was seen go to DIR, to be looked at by a person: nothing here knows what is ugly. Exit code 3: there is
 no Chromium on this machine.
 """
-import argparse, contextlib, functools, http.server, json, os, re, secrets, shutil, signal, socket, subprocess, sys, tempfile
+import argparse, contextlib, functools, http.server, json, os, re, secrets, shutil, socket, subprocess, sys, tempfile
 import threading, time
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def jupyterlab():
                f"--ServerApp.root_dir={copy/'nbs'}", f"--LabApp.user_settings_dir={top/'settings'}", f"--LabApp.workspaces_dir={top/'workspaces'}",
                "--LabApp.extension_manager=readonly"]
         with open(top/"log", "w+") as log:
-            p = subprocess.Popen(cmd, cwd=copy, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            p = subprocess.Popen(cmd, cwd=copy, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT) # in our group: who ends us ends it
             try:
                 def up():
                     if p.poll() is not None: raise Seen(f"JupyterLab ended:\n{(top/'log').read_text()[-2000:]}")
@@ -95,9 +95,9 @@ def jupyterlab():
                 until(up, "JupyterLab answers", 180)
                 yield f"http://127.0.0.1:{port}", token
             finally:
-                with contextlib.suppress(ProcessLookupError): os.killpg(p.pid, signal.SIGTERM)
+                p.terminate() # ends its kernels first
                 try: p.wait(20)
-                except subprocess.TimeoutExpired: os.killpg(p.pid, signal.SIGKILL)
+                except subprocess.TimeoutExpired: p.kill()
 
 
 def kernels(page, lab, method="get", id=""):
