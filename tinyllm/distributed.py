@@ -77,8 +77,9 @@ def _pick_backend(cfg:DistributedConfig, device:str, local_rank:int)->tuple: # b
         'use cuda (each process takes the GPU of its local rank) or cpu')
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = ('cuda' if gpus else 'cpu') if device == 'auto' else device
-    if device == 'cuda' and local_rank >= gpus: raise TinyLLMError(
-        f'local rank {local_rank} has no GPU: this machine has {gpus}', 'distributed',
+    here = from_launcher('LOCAL_WORLD_SIZE', local_rank+1, local_rank+1) # all of them refuse
+    if device == 'cuda' and here > gpus: raise TinyLLMError(
+        f'{here} processes on this machine and {gpus} GPUs', 'distributed',
         'start as many processes as there are GPUs, or use train.device=cpu')
     backend = cfg.backend
     if backend == 'auto': backend = 'nccl' if device == 'cuda' else 'gloo'
@@ -159,8 +160,12 @@ def meet(
     "Find the peers that the launcher speaks of, and form a process group with them"
     size,limit = from_launcher('WORLD_SIZE', 1, 1),timedelta(seconds=cfg.timeout_s)
     rank,local_rank = (from_launcher(o, 0, 0, size-1) for o in ('RANK', 'LOCAL_RANK'))
-    backend,device = _pick_backend(cfg, device, local_rank)
-    _set_switches(cfg)
+    try:
+        _set_switches(cfg)
+        backend,device = _pick_backend(cfg, device, local_rank)
+    except TinyLLMError as e:
+        e.told = local_rank > 0 # its neighbour says the same
+        raise
     if backend == 'nccl': torch.cuda.set_device(device)
     world = World(rank, local_rank, size, backend, device, cfg.timeout_s)
     with naming_peers(world):

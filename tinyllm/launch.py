@@ -281,7 +281,8 @@ def _help(
     return parser.format_help()
 
 def main(
-    argv:Optional[list]=None # words after the program's name; none: the process's own
+    argv:Optional[list]=None, # words after the program's name; none: the process's own
+    hear:Callable=lambda e: None # gets the mistake or failure that ended it
 )->int: # 0 done, 1 the machine failed, 2 a mistake in what was asked, 130 interrupted
     "The `tinyllm` command"
     if under_torchrun(): follow_parent()  # before the slow imports: it may be killed meanwhile
@@ -298,6 +299,7 @@ def main(
             warnings.showwarning = lambda message, *args, **kw: log.warning(f'warning: {message}')
             return _dispatch(argv)
     except TinyLLMError as e:
+        hear(e)
         code = 1 if isinstance(e, RunFailed) else 2
         return code if getattr(e, 'told', False) else fail(code, e)  # rank 0 has told it
     except BrokenPipeError:  # `| head` has read enough
@@ -373,10 +375,10 @@ def _pretty(
 # %% ../nbs/13_launch.ipynb #8b4d6a9e
 def _worker(argv:list)->int:
     "What torchrun starts; `tinyllm train --nproc` wants to know how it ended"
-    code = main(['train', *argv])
-    if not under_torchrun(): return code
-    code = note_exit(code)
-    if not code: return 0
+    heard = []
+    code = main(['train', *argv], heard.append)
+    if not under_torchrun() or not code: return note_exit(code)
+    code = note_exit(code, all(getattr(e, 'again', True) for e in heard))
     for stream in (sys.stdout, sys.stderr): stream.flush()
     os._exit(code)  # tidying up could wait for, or trip over, a group that is broken
 

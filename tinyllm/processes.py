@@ -6,14 +6,14 @@
 __all__ = ['from_launcher', 'under_torchrun', 'run_id', 'restarts', 'follow_parent', 'note_exit', 'launch_local', 'free_port',
            'run_ranks']
 
-# %% ../nbs/06c_processes.ipynb #681092dc
+# %% ../nbs/06c_processes.ipynb #d0c41bf5
 import ctypes, os, signal, socket, subprocess, sys, tempfile, threading, time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Callable, Iterator, Optional
 from .config import TinyLLMError
 
-# %% ../nbs/06c_processes.ipynb #b1f6f77c
+# %% ../nbs/06c_processes.ipynb #1bdcec15
 def from_launcher(
     name:str, # of a variable
     default:int, # where it is not set
@@ -40,7 +40,7 @@ def restarts()->int:
     "How often torchrun has restarted the group after a failure on this machine"
     return from_launcher('TORCHELASTIC_RESTART_COUNT', 0)
 
-# %% ../nbs/06c_processes.ipynb #12450e19
+# %% ../nbs/06c_processes.ipynb #831a978b
 def _may_launch(
     pid:int # of a parent
 )->bool:
@@ -67,17 +67,18 @@ def follow_parent(
     if gone(): os.kill(os.getpid(), signum) # it ended before the kernel knew
     if not ask_kernel: threading.Thread(target=watch, daemon=True).start()
 
-# %% ../nbs/06c_processes.ipynb #a5eab397
+# %% ../nbs/06c_processes.ipynb #c1a10d57
 _CODES = 'TINYLLM_EXIT_CODES' # folder where workers of `launch_local` leave how they ended
 
 def note_exit(
-    code:int # 0 done or stopped cleanly, 1 the run failed, 2 the user's mistake
+    code:int, # 0 done or stopped cleanly, 1 the run failed, 2 the user's mistake
+    again:bool=True # whether a failed run may do better when tried again
 )->int: # what to exit with
     "Tell `launch_local` how this worker ended; torchrun only sees what it should retry"
     folder = os.environ.get(_CODES)
     if not folder or not Path(folder).is_dir(): return code
     Path(folder, str(from_launcher('RANK', 0))).write_text(str(code))
-    return 0 if code == 2 else code
+    return code if again and code != 2 else 0
 
 def _agent(
     parent:int # pid of the process that wants it
@@ -94,7 +95,7 @@ def _agent(
         sys.exit(f'tinyllm: rank {rank} ended with exit code {failure.exitcode}, '
                  'and the restarts are used up')
 
-# %% ../nbs/06c_processes.ipynb #5df9016e
+# %% ../nbs/06c_processes.ipynb #26a29e67
 def launch_local(
     nproc:int, # processes on this machine
     argv:list, # command line of each
@@ -118,9 +119,10 @@ def launch_local(
             code = child.wait()
         codes = [int(p.read_text()) for p in Path(d).iterdir()]
     if 2 in codes: return 2
-    return 0 if passed and codes == [0]*nproc else code
+    if passed and codes == [0]*nproc: return 0
+    return code or max(codes, default=0)
 
-# %% ../nbs/06c_processes.ipynb #eb7325c3
+# %% ../nbs/06c_processes.ipynb #2af66aea
 @contextmanager
 def _passing_signals(
     child:subprocess.Popen # who gets them
@@ -137,7 +139,7 @@ def _passing_signals(
         for s,h in old.items(): signal.signal(s, h)
         if child.poll() is None: child.terminate()
 
-# %% ../nbs/06c_processes.ipynb #3bf34ca9
+# %% ../nbs/06c_processes.ipynb #b0a8dcbd
 def free_port()->int:
     "A port that nobody listens on just now"
     with socket.socket() as s:

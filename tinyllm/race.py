@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['KINDS', 'race', 'report', 'machine_ways', 'machine', 'bench_machine', 'profile_step', 'plot_shares', 'plot_roof']
 
-# %% ../nbs/15_race.ipynb #0eef9555
+# %% ../nbs/15_race.ipynb #dc465584
 import contextlib, os, platform, re, statistics, time
 from pathlib import Path
 import numpy as np
 import torch
 
-# %% ../nbs/15_race.ipynb #ac825488
+# %% ../nbs/15_race.ipynb #d1a78ba2
 def race(
     ways:dict, # {name: function without arguments}; one may return (wall, cpu) of its own [s]
     rounds:int=5, # how often each way runs, after one run to warm up
@@ -27,7 +27,7 @@ def race(
             if i: res[name].append(own if isinstance(own, tuple) else took)
     return res
 
-# %% ../nbs/15_race.ipynb #b8a42c8d
+# %% ../nbs/15_race.ipynb #4dce0d5d
 def report(
     bench:str, # what was measured
     times:dict, # from `race`
@@ -49,7 +49,7 @@ def report(
             cpu_ratio=statistics.median(ratios[1]) if ratios[1] else None))
     return rows
 
-# %% ../nbs/15_race.ipynb #24881135
+# %% ../nbs/15_race.ipynb #f4ed0c05
 def machine_ways(
     n:int=1024 # side of the matrices
 )->tuple: # ways, work [GFLOP or GB]
@@ -79,7 +79,7 @@ def bench_machine(
     for row in rows: row['unit'] = 'GB/s' if row['way'] == 'copy' else 'GFLOP/s'
     return rows
 
-# %% ../nbs/15_race.ipynb #43a68fcb
+# %% ../nbs/15_race.ipynb #31bcd289
 KINDS = dict( # kind: what its operations' names begin with, behind `aten::`
     products=('mm', 'addmm', 'linear', 'mkldnn'),
     attention=('_scaled_dot_product', 'bmm', 'baddbmm', '_softmax', '_safe_softmax'),
@@ -105,7 +105,7 @@ def profile_step(
     res['Python and calls'] = max(0., wall-sum(res.values()))
     return {k:v/sum(res.values()) for k,v in res.items()}
 
-# %% ../nbs/15_race.ipynb #dc6a687c
+# %% ../nbs/15_race.ipynb #abf90b5f
 def plot_shares(
     shares:dict, # {name of a bar: {kind: share}}
     ax=None
@@ -126,7 +126,7 @@ def plot_shares(
     ax.legend(ncols=3, frameon=False, loc='upper center', bbox_to_anchor=(.5, -.05), fontsize=8)
     return ax
 
-# %% ../nbs/15_race.ipynb #1d6271e0
+# %% ../nbs/15_race.ipynb #6053b69f
 def plot_roof(
     flops:float, # arithmetic at best [GFLOP/s]
     copy:float, # memory at best [GB/s]

@@ -6,7 +6,7 @@
 __all__ = ['PEERS', 'check_peers', 'hf_config', 'hf_model', 'llama2c_step', 'transformers_step', 'our_step', 'bench_train',
            'write_llama2c', 'write_ids', 'RunC', 'lively', 'plain_text', 'KernelText', 'bench_sample', 'decode_point']
 
-# %% ../nbs/15a_rivals.ipynb #11efa5fc
+# %% ../nbs/15a_rivals.ipynb #18bdb20a
 import contextlib, importlib.util, io, os, struct, subprocess, sys, tempfile
 from pathlib import Path
 import torch
@@ -18,7 +18,7 @@ from .native import find_compiler
 from .race import plot_roof, plot_shares, profile_step, race, report
 from .training import TrainState, train_step
 
-# %% ../nbs/15a_rivals.ipynb #51de231e
+# %% ../nbs/15a_rivals.ipynb #7f7d9a8e
 PEERS = ('transformers', 'llama2c', 'llama.cpp')
 
 def check_peers(
@@ -44,7 +44,7 @@ def _load_file(path:Path):
     spec.loader.exec_module(module)
     return module
 
-# %% ../nbs/15a_rivals.ipynb #56a6deaf
+# %% ../nbs/15a_rivals.ipynb #d5b8c84d
 def hf_config(
     cfg:ModelConfig
 ):
@@ -66,7 +66,7 @@ def hf_model(
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {'lm_head.weight'}
     return peer
 
-# %% ../nbs/15a_rivals.ipynb #1f111c7a
+# %% ../nbs/15a_rivals.ipynb #34f1523d
 def _peer_step(model, loss_of, optimizer, dtype):
     "A step of somebody else's model"
     def step():
@@ -99,7 +99,7 @@ def transformers_step(cfg:ModelConfig, x, dtype=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(.9, .95), weight_decay=.1, fused=True)
     return _peer_step(model, lambda: model(input_ids=x, labels=x).loss, optimizer, dtype)
 
-# %% ../nbs/15a_rivals.ipynb #9791c6ac
+# %% ../nbs/15a_rivals.ipynb #ff4aa14a
 def our_step(
     cfg:ModelConfig,
     x:torch.Tensor, # token ids, (B, T)
@@ -135,7 +135,7 @@ def bench_train(
     for row in rows: row['gflops'] = row['rate']*flops_per_token(cfg)/1e9
     return rows
 
-# %% ../nbs/15a_rivals.ipynb #0a16237e
+# %% ../nbs/15a_rivals.ipynb #84887308
 def write_llama2c(
     model:Transformer, # float32
     path
@@ -167,7 +167,7 @@ def write_ids(
             piece = f'{i} '.encode()
             file.write(struct.pack('<fi', 0., len(piece)) + piece)
 
-# %% ../nbs/15a_rivals.ipynb #3484c4f0
+# %% ../nbs/15a_rivals.ipynb #a75f8ef1
 class RunC:
     "llama2.c's run.c with a model, ready to tell"
     def __init__(self,
@@ -200,7 +200,7 @@ class RunC:
         after = os.times()
         return wall,after.children_user+after.children_system-before.children_user-before.children_system
 
-# %% ../nbs/15a_rivals.ipynb #cdc47b94
+# %% ../nbs/15a_rivals.ipynb #9cbe2994
 def lively(
     cfg:ModelConfig, # shape, with its vocabulary size
     seed:int=3
@@ -233,7 +233,7 @@ class KernelText:
         self.cache.reset()
         return self.decoder.run(torch.ones(self.rows, dtype=torch.int64), self.cache, self.greedy, n)
 
-# %% ../nbs/15a_rivals.ipynb #675137f8
+# %% ../nbs/15a_rivals.ipynb #479817e1
 def _hf_text(model, rows, n):
     "Greedy by transformers' generate"
     peer,start = hf_model(model).eval(),torch.ones(rows, 1, dtype=torch.int64)
@@ -243,7 +243,7 @@ def _hf_text(model, rows, n):
                                  max_new_tokens=n, min_new_tokens=n, use_cache=True)[:, 1:].T
     return tell
 
-# %% ../nbs/15a_rivals.ipynb #cb709e87
+# %% ../nbs/15a_rivals.ipynb #80c349e1
 def bench_sample(
     cfg:ModelConfig, # shape, with its vocabulary size
     rows:tuple=(1, 16), # texts at a time
@@ -271,7 +271,7 @@ def bench_sample(
     for row in res: row['same_tokens'] = texts[row['way']][:n] == first[:n]
     return res
 
-# %% ../nbs/15a_rivals.ipynb #d015c88c
+# %% ../nbs/15a_rivals.ipynb #9808663d
 def decode_point(
     cfg:ModelConfig, rows:int, # texts at a time
     rate:float # tokens/s, all rows together

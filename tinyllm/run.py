@@ -406,7 +406,7 @@ def train_events(
     from tinyllm.training import _undisturbed
     world = world or World(device=cfg.train.device)
     run = Path(cfg.run.dir)/cfg.run.name
-    same_on_all(world, _agreed(cfg))
+    _agree(cfg, world)
     found = _prepared(cfg, run, world)
     if not found: return
     cfg,tokenizer,splits = found
@@ -425,10 +425,16 @@ def train_events(
         save = _Saver(run, state, tokenizer, splits['train'].fingerprint, rows)
         for event in _loop(cfg, state, tokenizer, run, parts, save, stopping): yield write(**event)
 
-def _agreed(cfg:Config)->str:
-    "The settings that all processes must share: everything but who runs what where"
+def _agree(cfg:Config, world):
+    "Refuse settings that the processes do not share, save for who runs what where"
+    from tinyllm.distributed import same_on_all, share, sum_over
     own = ('train.device', 'distributed.interface', 'data.dir', 'run.dir')
-    return repr((__version__, {k:v for k,v in flatten(cfg).items() if k not in own}))
+    same_on_all(world, __version__, 'the versions of tinyllm')
+    mine = {k:repr(v) for k,v in flatten(cfg).items() if k not in own}
+    apart = sum_over(world, *(mine[k] != v for k,v in share(world, mine).items()))
+    names = [k for k,n in zip(mine, apart) if n]
+    if names: raise TinyLLMError(f'{", ".join(names)}: not the same for all processes',
+                                 'distributed', 'start every process with the same settings')
 
 def _prepared(
     cfg:Config,

@@ -480,6 +480,7 @@ def story_sampler(
 ): # function from a model to a list of texts
     "What training calls at its evaluations; a bad prompt file is refused before the run begins"
     settings = {f.name:getattr(cfg, f.name) for f in fields(cfg)} | dict(prompt=read_prompt(cfg.prompt))
+    if cfg.kernel == 'auto': settings['kernel'] = 'off' # a log must not depend on what is compiled
     return lambda model: sample_texts(model, tokenizer, **settings)
 
 # %% ../nbs/11_sampling.ipynb #9dd63384
