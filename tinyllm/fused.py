@@ -6,7 +6,7 @@
 __all__ = ['C_HALF', 'C_NORM', 'C_GATE', 'C_TURN', 'C_SOFTMAX', 'C_LOSS', 'C_FUSED', 'CHUNK', 'WORTH_FUSING', 'FusedNorm',
            'FusedGate', 'FusedTurn', 'FusedAttention', 'FusedLoss', 'fused_loss', 'why_not_fused', 'pick_loss']
 
-# %% ../nbs/06b_fused.ipynb #485fb243
+# %% ../nbs/06b_fused.ipynb #b55b81c1
 import torch
 import torch.nn.functional as F
 from .config import TinyLLMError
@@ -14,7 +14,7 @@ from .layers import MAX_HALVES, attend
 from .model import Transformer, check_targets, check_tokens
 from .native import C_BASE, FLOAT, INT, POINTER, build, find_compiler, load
 
-# %% ../nbs/06b_fused.ipynb #52533b08
+# %% ../nbs/06b_fused.ipynb #d5e058ae
 C_HALF = r'''
 typedef uint16_t half;
 INLINE float get_half(half h) { union { uint32_t bits; float value; } u = { (uint32_t)h << 16 }; return u.value; }
@@ -29,7 +29,7 @@ void fused_threads(int64_t n) { threads = (int)n; }
 #define EACH _Pragma("omp parallel for schedule(static) num_threads(threads)")
 '''
 
-# %% ../nbs/06b_fused.ipynb #1f8178f3
+# %% ../nbs/06b_fused.ipynb #8475140c
 C_NORM = r'''
 void norm_NUM(int64_t N, int64_t D, float eps, const float *restrict x, const float *restrict w,
               NUM *restrict y, float *restrict inverse) {
@@ -62,7 +62,7 @@ void norm_back_NUM(int64_t N, int64_t D, int64_t parts, const float *restrict x,
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #ddea9e8b
+# %% ../nbs/06b_fused.ipynb #3051c38e
 C_GATE = r'''
 void gate_NUM(int64_t N, int64_t H, const NUM *restrict both, NUM *restrict y) {
   EACH for (int64_t n = 0; n < N; n++) {
@@ -87,7 +87,7 @@ void gate_back_NUM(int64_t N, int64_t H, const NUM *restrict both, const NUM *re
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #7ad559de
+# %% ../nbs/06b_fused.ipynb #e60585cd
 C_TURN = r'''
 // joined (B, T, heads+2*kv, d) <-> q (B, heads, T, d), k, v (B, kv, T, d); queries are scaled
 #define TURN(NAME, TO, FROM, SIGN) \
@@ -115,7 +115,7 @@ TURN(turn_back_NUM, one, other, -)
 #undef TURN
 '''
 
-# %% ../nbs/06b_fused.ipynb #dbd2a1f2
+# %% ../nbs/06b_fused.ipynb #aa70ac0e
 C_SOFTMAX = r'''
 // w (P, rows, S): row r of each P is query begin+r and sees keys 0 … begin+r
 void softmax_NUM(int64_t P, int64_t rows, int64_t S, int64_t begin, NUM *w, float *room) {
@@ -143,7 +143,7 @@ void softmax_back_NUM(int64_t P, int64_t rows, int64_t S, int64_t begin, const N
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #b9f2277d
+# %% ../nbs/06b_fused.ipynb #41eb6488
 C_LOSS = r'''
 void nats_NUM(int64_t N, int64_t V, NUM *z, const int64_t *target, float *nats, float *room) {
   EACH for (int64_t n = 0; n < N; n++) {
@@ -163,7 +163,7 @@ void nats_NUM(int64_t N, int64_t V, NUM *z, const int64_t *target, float *nats, 
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #86b4e0c8
+# %% ../nbs/06b_fused.ipynb #6577c270
 _C_OPS = C_NORM + C_GATE + C_TURN + C_SOFTMAX + C_LOSS
 C_FUSED = C_BASE + C_HALF + _C_OPS.replace('NUM', 'float') + _C_OPS.replace('NUM', 'half')
 _FUNCTIONS = (('fused_threads', None, INT), *[(f'{name}_{num}', None, *args) for num in ('float', 'half')
@@ -185,7 +185,7 @@ def _room(size):
     "Workspace: so many floats for each thread"
     return torch.empty(torch.get_num_threads()*size)
 
-# %% ../nbs/06b_fused.ipynb #24a3b0aa
+# %% ../nbs/06b_fused.ipynb #1082a2b4
 class FusedNorm(torch.autograd.Function):
     "RMSNorm of a float32 stream, the answer in the type of the products"
     @staticmethod
@@ -235,7 +235,7 @@ class FusedTurn(torch.autograd.Function):
         _call('turn_back', joined, *ctx.how, joined, *[g.contiguous() for g in grads])
         return joined,None,None,None,None,None
 
-# %% ../nbs/06b_fused.ipynb #be4b9fda
+# %% ../nbs/06b_fused.ipynb #8e082a08
 class FusedAttention(torch.autograd.Function):
     "Causal attention in parts of the rows, each over the keys it can see; queries come scaled"
     @staticmethod
@@ -287,7 +287,7 @@ class FusedLoss(torch.autograd.Function):
         dh,dw = ctx.saved_tensors
         return dh*g,dw*g,None
 
-# %% ../nbs/06b_fused.ipynb #b1bfd6eb
+# %% ../nbs/06b_fused.ipynb #ba260d37
 def fused_loss(
     model:Transformer, # see `why_not_fused`
     tokens:torch.Tensor, # token ids, int64, (B, T)
@@ -319,7 +319,7 @@ def fused_loss(
     hidden = normed(model.model.norm).flatten(0, 1) # (B*T, dim)
     return FusedLoss.apply(hidden, head.weight[:c.vocab_size], targets.flatten()),(targets != -100).sum()
 
-# %% ../nbs/06b_fused.ipynb #337cbc71
+# %% ../nbs/06b_fused.ipynb #3be2e22c
 def why_not_fused(
     model:Transformer,
     dtype:torch.dtype # of the products
@@ -338,7 +338,7 @@ def why_not_fused(
     if c.rope_scaling == 'dynamic': return 'dynamic RoPE scaling depends on the length'
     if not find_compiler(): return 'there is no C compiler'
 
-# %% ../nbs/06b_fused.ipynb #030dfe99
+# %% ../nbs/06b_fused.ipynb #551bb9a2
 WORTH_FUSING = 300_000 # tokens of a run from which compiling pays
 
 def pick_loss(

@@ -6,13 +6,13 @@
 __all__ = ['C_PRODUCT', 'C_ATTENTION', 'C_STEP', 'C_CHOICE', 'C_LOOP', 'C_SOURCE', 'CLayer', 'CModel', 'CBatch', 'CChoice',
            'pack_panels', 'load_kernel', 'kernel_ready']
 
-# %% ../nbs/10a_kernel.ipynb #d16d6af4
+# %% ../nbs/10a_kernel.ipynb #a5234e15
 import ctypes
 from pathlib import Path
 import torch
 from .native import C_BASE, INT, POINTER, REAL, is_built, load
 
-# %% ../nbs/10a_kernel.ipynb #a93f73d7
+# %% ../nbs/10a_kernel.ipynb #7419a171
 def pack_panels(
     weight:torch.Tensor, # a layer's matrix, (n_out, n_in)
     width:int # rows of a panel
@@ -22,7 +22,7 @@ def pack_panels(
     if missing: weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
     return weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
 
-# %% ../nbs/10a_kernel.ipynb #77a6f9ee
+# %% ../nbs/10a_kernel.ipynb #8a9ea276
 C_PRODUCT = r'''
 int64_t tinyllm_panel(void) { return PANEL; }
 INLINE void many(int M, const float *w, const float *x, int64_t ldx, int64_t K, vec sum[][2]) {
@@ -71,7 +71,7 @@ INLINE void product(int how, const float *w, const float *bias, const float *sca
 }
 '''
 
-# %% ../nbs/10a_kernel.ipynb #1bf261fc
+# %% ../nbs/10a_kernel.ipynb #6690caa8
 C_ATTENTION = r'''
 INLINE float inverse_rms(const float *x, int64_t n, double eps) {
   float s = 0;
@@ -129,7 +129,7 @@ static void attend(const float *restrict q, const float *restrict k, const float
 }
 '''
 
-# %% ../nbs/10a_kernel.ipynb #089d43ba
+# %% ../nbs/10a_kernel.ipynb #60ff3443
 C_STEP = r'''
 typedef struct { const float *qkv, *bias, *q_norm, *k_norm, *out, *gate_up, *down; } Layer;
 typedef struct {
@@ -205,7 +205,7 @@ void tinyllm_step(const Model *m, const Batch *b) {
 }
 '''
 
-# %% ../nbs/10a_kernel.ipynb #7a3cd955
+# %% ../nbs/10a_kernel.ipynb #daf74909
 C_CHOICE = r'''
 typedef struct {
   double temperature, top_p, min_p, penalty;
@@ -270,7 +270,7 @@ int64_t tinyllm_choose(int64_t R, int64_t V, int64_t ld, const Choice *c, float 
 }
 '''
 
-# %% ../nbs/10a_kernel.ipynb #eef2050d
+# %% ../nbs/10a_kernel.ipynb #66fca952
 C_LOOP = r'''
 // up to n steps; out (n, R): new tokens; returns steps done, or -1 where scores are not finite
 int64_t tinyllm_run(const Model *m, Batch *b, const Choice *c, int64_t n, const double *u, uint8_t *ended,
@@ -304,7 +304,7 @@ int64_t tinyllm_run(const Model *m, Batch *b, const Choice *c, int64_t n, const 
 '''
 C_SOURCE = C_BASE + C_PRODUCT + C_ATTENTION + C_STEP + C_CHOICE + C_LOOP
 
-# %% ../nbs/10a_kernel.ipynb #22d87c48
+# %% ../nbs/10a_kernel.ipynb #c53cc20f
 def _struct(name, **fields):
     "A C structure: {type: names}, in this order"
     return type(name, (ctypes.Structure,), dict(_fields_=[
@@ -318,7 +318,7 @@ CBatch = _struct('CBatch', a=(INT, 'R rows max_len threads'),
 CChoice = _struct('CChoice', a=(REAL, 'temperature top_p min_p penalty'), b=(INT, 'top_k'),
                   c=(POINTER, 'banned stops exempt seen'))
 
-# %% ../nbs/10a_kernel.ipynb #e1a57cc9
+# %% ../nbs/10a_kernel.ipynb #93599a39
 _FUNCTIONS = tuple((f'tinyllm_{name}', result, *args) for name,result,*args in (
     ('panel', INT), ('room', INT, POINTER, POINTER), ('step', None, POINTER, POINTER),
     ('choose', INT, INT, INT, INT, *[POINTER]*4), ('run', INT, *[POINTER]*3, INT, *[POINTER]*3)))

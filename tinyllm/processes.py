@@ -6,14 +6,14 @@
 __all__ = ['from_launcher', 'under_torchrun', 'run_id', 'restarts', 'follow_parent', 'note_exit', 'launch_local', 'free_port',
            'run_ranks']
 
-# %% ../nbs/06c_processes.ipynb #d0c41bf5
+# %% ../nbs/06c_processes.ipynb #4d5c32a9
 import ctypes, os, signal, socket, subprocess, sys, tempfile, threading, time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Callable, Iterator, Optional
 from .config import TinyLLMError
 
-# %% ../nbs/06c_processes.ipynb #1bdcec15
+# %% ../nbs/06c_processes.ipynb #349bcf05
 def from_launcher(
     name:str, # of a variable
     default:int, # where it is not set
@@ -40,7 +40,7 @@ def restarts()->int:
     "How often torchrun has restarted the group after a failure on this machine"
     return from_launcher('TORCHELASTIC_RESTART_COUNT', 0)
 
-# %% ../nbs/06c_processes.ipynb #831a978b
+# %% ../nbs/06c_processes.ipynb #0eddeb77
 def _may_launch(
     pid:int # of a parent
 )->bool:
@@ -67,7 +67,7 @@ def follow_parent(
     if gone(): os.kill(os.getpid(), signum) # it ended before the kernel knew
     if not ask_kernel: threading.Thread(target=watch, daemon=True).start()
 
-# %% ../nbs/06c_processes.ipynb #c1a10d57
+# %% ../nbs/06c_processes.ipynb #c28b0a62
 _CODES = 'TINYLLM_EXIT_CODES' # folder where workers of `launch_local` leave how they ended
 
 def note_exit(
@@ -95,7 +95,7 @@ def _agent(
         sys.exit(f'tinyllm: rank {rank} ended with exit code {failure.exitcode}, '
                  'and the restarts are used up')
 
-# %% ../nbs/06c_processes.ipynb #26a29e67
+# %% ../nbs/06c_processes.ipynb #f6a50cd2
 def launch_local(
     nproc:int, # processes on this machine
     argv:list, # command line of each
@@ -122,7 +122,7 @@ def launch_local(
     if passed and codes == [0]*nproc: return 0
     return code or max(codes, default=0)
 
-# %% ../nbs/06c_processes.ipynb #2af66aea
+# %% ../nbs/06c_processes.ipynb #47a43bda
 @contextmanager
 def _passing_signals(
     child:subprocess.Popen # who gets them
@@ -139,7 +139,7 @@ def _passing_signals(
         for s,h in old.items(): signal.signal(s, h)
         if child.poll() is None: child.terminate()
 
-# %% ../nbs/06c_processes.ipynb #b0a8dcbd
+# %% ../nbs/06c_processes.ipynb #265aadee
 def free_port()->int:
     "A port that nobody listens on just now"
     with socket.socket() as s:

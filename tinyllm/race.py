@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['KINDS', 'race', 'report', 'machine_ways', 'machine', 'bench_machine', 'profile_step', 'plot_shares', 'plot_roof']
 
-# %% ../nbs/15_race.ipynb #dc465584
+# %% ../nbs/15_race.ipynb #1f5c0877
 import contextlib, os, platform, re, statistics, time
 from pathlib import Path
 import numpy as np
 import torch
 
-# %% ../nbs/15_race.ipynb #d1a78ba2
+# %% ../nbs/15_race.ipynb #69dab62e
 def race(
     ways:dict, # {name: function without arguments}; one may return (wall, cpu) of its own [s]
     rounds:int=5, # how often each way runs, after one run to warm up
@@ -27,7 +27,7 @@ def race(
             if i: res[name].append(own if isinstance(own, tuple) else took)
     return res
 
-# %% ../nbs/15_race.ipynb #4dce0d5d
+# %% ../nbs/15_race.ipynb #68e5cec2
 def report(
     bench:str, # what was measured
     times:dict, # from `race`
@@ -49,7 +49,7 @@ def report(
             cpu_ratio=statistics.median(ratios[1]) if ratios[1] else None))
     return rows
 
-# %% ../nbs/15_race.ipynb #f4ed0c05
+# %% ../nbs/15_race.ipynb #53956442
 def machine_ways(
     n:int=1024 # side of the matrices
 )->tuple: # ways, work [GFLOP or GB]
@@ -79,11 +79,11 @@ def bench_machine(
     for row in rows: row['unit'] = 'GB/s' if row['way'] == 'copy' else 'GFLOP/s'
     return rows
 
-# %% ../nbs/15_race.ipynb #31bcd289
+# %% ../nbs/15_race.ipynb #3b1dc048
 KINDS = dict( # kind: what its operations' names begin with, behind `aten::`
     products=('mm', 'addmm', 'linear', 'mkldnn'),
-    attention=('_scaled_dot_product', 'bmm', 'baddbmm', '_softmax', '_safe_softmax'),
-    loss=('_log_softmax', 'nll_loss', 'cross_entropy', 'linear_cross'),
+    attention=('_scaled_dot_product', 'bmm', 'baddbmm', '_softmax', '_safe_softmax', 'FusedAttention'),
+    loss=('_log_softmax', 'nll_loss', 'cross_entropy', 'linear_cross', 'FusedLoss'),
     optimizer=('_fused_adamw', 'linalg_vector_norm', '_foreach'))
 
 def profile_step(
@@ -98,14 +98,14 @@ def profile_step(
     wall = (time.perf_counter()-began)*1e6
     res = dict.fromkeys([*KINDS, 'element by element'], 0.)
     for e in profile.key_averages():
-        if not e.key.startswith('aten::'): continue
-        name = e.key.removeprefix('aten::')
+        name = e.key.removeprefix('aten::').removesuffix('Backward')
+        if not e.key.startswith(('aten::', 'Fused')): continue
         kind = next((k for k,heads in KINDS.items() if name.startswith(heads)), 'element by element')
         res[kind] += e.self_cpu_time_total
     res['Python and calls'] = max(0., wall-sum(res.values()))
     return {k:v/sum(res.values()) for k,v in res.items()}
 
-# %% ../nbs/15_race.ipynb #abf90b5f
+# %% ../nbs/15_race.ipynb #e798fc49
 def plot_shares(
     shares:dict, # {name of a bar: {kind: share}}
     ax=None
@@ -126,7 +126,7 @@ def plot_shares(
     ax.legend(ncols=3, frameon=False, loc='upper center', bbox_to_anchor=(.5, -.05), fontsize=8)
     return ax
 
-# %% ../nbs/15_race.ipynb #6053b69f
+# %% ../nbs/15_race.ipynb #d310b545
 def plot_roof(
     flops:float, # arithmetic at best [GFLOP/s]
     copy:float, # memory at best [GB/s]

@@ -6,19 +6,22 @@
 __all__ = ['PEERS', 'check_peers', 'hf_config', 'hf_model', 'llama2c_step', 'transformers_step', 'our_step', 'bench_train',
            'write_llama2c', 'write_ids', 'RunC', 'lively', 'plain_text', 'KernelText', 'bench_sample', 'decode_point']
 
-# %% ../nbs/15a_rivals.ipynb #18bdb20a
+# %% ../nbs/15a_rivals.ipynb #211b812e
 import contextlib, importlib.util, io, os, struct, subprocess, sys, tempfile
 from pathlib import Path
 import torch
-from .config import Config, ModelConfig, TinyLLMError, TrainConfig
+from .config import Config, CorpusConfig, ModelConfig, TinyLLMError, TrainConfig
+from .corpus import open_corpus
 from .decode import Chooser, Decoder, why_not
+from .gguf_file import write_gguf
 from .layers import KVCache
 from .model import Transformer, flops_per_token, params_by_part
 from .native import find_compiler
 from .race import plot_roof, plot_shares, profile_step, race, report
+from .tokenizer import prepare_tokenizer
 from .training import TrainState, train_step
 
-# %% ../nbs/15a_rivals.ipynb #7f7d9a8e
+# %% ../nbs/15a_rivals.ipynb #12c57b33
 PEERS = ('transformers', 'llama2c', 'llama.cpp')
 
 def check_peers(
@@ -44,7 +47,7 @@ def _load_file(path:Path):
     spec.loader.exec_module(module)
     return module
 
-# %% ../nbs/15a_rivals.ipynb #d5b8c84d
+# %% ../nbs/15a_rivals.ipynb #774e6231
 def hf_config(
     cfg:ModelConfig
 ):
@@ -66,7 +69,7 @@ def hf_model(
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {'lm_head.weight'}
     return peer
 
-# %% ../nbs/15a_rivals.ipynb #34f1523d
+# %% ../nbs/15a_rivals.ipynb #6bcce42d
 def _peer_step(model, loss_of, optimizer, dtype):
     "A step of somebody else's model"
     def step():
@@ -99,7 +102,7 @@ def transformers_step(cfg:ModelConfig, x, dtype=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(.9, .95), weight_decay=.1, fused=True)
     return _peer_step(model, lambda: model(input_ids=x, labels=x).loss, optimizer, dtype)
 
-# %% ../nbs/15a_rivals.ipynb #ff4aa14a
+# %% ../nbs/15a_rivals.ipynb #a6bce150
 def our_step(
     cfg:ModelConfig,
     x:torch.Tensor, # token ids, (B, T)
@@ -128,14 +131,16 @@ def bench_train(
     if 'transformers' in vs:
         ways['transformers'] = transformers_step(cfg, x)
         ways['transformers bfloat16'] = transformers_step(cfg, x, torch.bfloat16)
-    ways['tinyllm float32'] = our_step(cfg, x, y, torch.float32)
-    ways['tinyllm bfloat16'] = our_step(cfg, x, y, torch.bfloat16)
+    for dtype in (torch.float32, torch.bfloat16):
+        for fused,what in (('off', ', plain'), ('auto', '')):
+            name = f'tinyllm {str(dtype).removeprefix("torch.")}{what}'
+            ways[name] = our_step(cfg, x, y, dtype, fused=fused)
     times = race({k:lambda f=f: (f(), None)[1] for k,f in ways.items()}, rounds)
     rows = report('train', times, dict.fromkeys(ways, x.numel()), 'tokens')
     for row in rows: row['gflops'] = row['rate']*flops_per_token(cfg)/1e9
     return rows
 
-# %% ../nbs/15a_rivals.ipynb #84887308
+# %% ../nbs/15a_rivals.ipynb #158d585d
 def write_llama2c(
     model:Transformer, # float32
     path
@@ -167,7 +172,7 @@ def write_ids(
             piece = f'{i} '.encode()
             file.write(struct.pack('<fi', 0., len(piece)) + piece)
 
-# %% ../nbs/15a_rivals.ipynb #a75f8ef1
+# %% ../nbs/15a_rivals.ipynb #6c007de0
 class RunC:
     "llama2.c's run.c with a model, ready to tell"
     def __init__(self,
@@ -200,7 +205,7 @@ class RunC:
         after = os.times()
         return wall,after.children_user+after.children_system-before.children_user-before.children_system
 
-# %% ../nbs/15a_rivals.ipynb #9cbe2994
+# %% ../nbs/15a_rivals.ipynb #bcbc4eda
 def lively(
     cfg:ModelConfig, # shape, with its vocabulary size
     seed:int=3
@@ -233,7 +238,7 @@ class KernelText:
         self.cache.reset()
         return self.decoder.run(torch.ones(self.rows, dtype=torch.int64), self.cache, self.greedy, n)
 
-# %% ../nbs/15a_rivals.ipynb #479817e1
+# %% ../nbs/15a_rivals.ipynb #53281d6c
 def _hf_text(model, rows, n):
     "Greedy by transformers' generate"
     peer,start = hf_model(model).eval(),torch.ones(rows, 1, dtype=torch.int64)
@@ -243,7 +248,22 @@ def _hf_text(model, rows, n):
                                  max_new_tokens=n, min_new_tokens=n, use_cache=True)[:, 1:].T
     return tell
 
-# %% ../nbs/15a_rivals.ipynb #80c349e1
+# %% ../nbs/15a_rivals.ipynb #25476229
+def _gguf_text(model, folder, n, threads):
+    "Greedy by llama.cpp, one text, cache in float32"
+    from llama_cpp import Llama
+    corpus = open_corpus(CorpusConfig(num_stories=100), folder)
+    tokenizer = prepare_tokenizer(corpus, Path(folder)/'tok.model', 400, 1.) # rows beyond it are filled up
+    write_gguf(Path(folder)/'model.gguf', model, tokenizer)
+    peer = Llama(str(Path(folder)/'model.gguf'), n_ctx=model.cfg.seq_len, n_threads=threads,
+                 n_threads_batch=threads, type_k=0, type_v=0, verbose=False)
+    def tell():
+        peer.reset()
+        steps = peer.generate([1], top_k=1, temp=0., repeat_penalty=1.)
+        return torch.tensor([t for t,_ in zip(steps, range(n))])[:, None]
+    return tell
+
+# %% ../nbs/15a_rivals.ipynb #1c36466d
 def bench_sample(
     cfg:ModelConfig, # shape, with its vocabulary size
     rows:tuple=(1, 16), # texts at a time
@@ -260,6 +280,7 @@ def bench_sample(
         if 'llama2c' in vs:
             runner = RunC(Path(llama2c)/'run.c', model, folder, threads)
             add('run.c', lambda: torch.tensor(runner()[0])[:, None], 1, runner.timed)
+        if 'llama.cpp' in vs: add('llama.cpp', _gguf_text(model, folder, n, threads), 1)
         for r in rows:
             if not why_not(model):
                 kernel = KernelText(model, r)
@@ -271,7 +292,7 @@ def bench_sample(
     for row in res: row['same_tokens'] = texts[row['way']][:n] == first[:n]
     return res
 
-# %% ../nbs/15a_rivals.ipynb #9808663d
+# %% ../nbs/15a_rivals.ipynb #27396a22
 def decode_point(
     cfg:ModelConfig, rows:int, # texts at a time
     rate:float # tokens/s, all rows together
