@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'CLOSE', 'TYPES', 'EXPORTED', 'read_hf_weights', 'read_bin', 'open_tokenizer', 'read_hf', 'read_foreign',
-           'import_model', 'aside', 'tuning_config', 'best_checkpoint', 'check_init', 'fresh_model', 'compare',
-           'export_model', 'may_replace']
+           'check_fit', 'import_model', 'aside', 'tuning_config', 'best_checkpoint', 'check_init', 'fresh_model',
+           'compare', 'export_model', 'may_replace']
 
 # %% ../nbs/12_interop.ipynb #156cf709
 import copy, dataclasses, json, os, pickle, shutil, tempfile
@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 import torch
 from .checkpoint import PICKLES, as_json, check_fingerprint, checkpoints, find_checkpoint
-from .checkpoint import load_model, load_weights, loss_of, our_tensors, read_tensors
+from .checkpoint import load_model, load_weights, loss_of, model_tensors, our_tensors
+from .checkpoint import read_tensors
 from .checkpoint import save_checkpoint, write_file, write_model
 from .config import Config, ModelConfig, OptimConfig, RunConfig, TinyLLMError
 from .config import TokenizerConfig, TrainConfig, save_config
 from .gguf_file import gguf_notes, read_gguf, write_gguf
-from .huggingface import foreign_config, from_tokenizer_json, our_config, run_figures
+from .huggingface import check_limits, foreign_config, from_tokenizer_json, our_config, run_figures
 from .llama2c import llama2c_notes, read_header, read_llama2c, read_tokenizer_bin
 from .llama2c import write_llama2c, write_tokenizer_bin
 from .model import Transformer, count_params
@@ -59,9 +60,15 @@ def read_bin(
         "name the directory of a model")
     return tensors
 
+def _bytes(path:Path)->bytes:
+    "A whole file; a device or a pipe might never end"
+    if path.exists() and not path.is_file(): raise TinyLLMError("is no regular file", str(path),
+        "name a file")
+    return path.read_bytes()
+
 def _json(path:Path)->dict:
     "An object in a file"
-    try: found = json.loads(path.read_bytes())
+    try: found = json.loads(_bytes(path))
     except (OSError, ValueError) as e: raise TinyLLMError(f"cannot be read ({e})", str(path),
                                                           "copy the file again") from None
     if isinstance(found, dict): return found
@@ -79,8 +86,12 @@ def open_tokenizer(
                                          "give it with --tokenizer")
         path = found[0]
     if path.suffix == ".json": return from_tokenizer_json(_json(path), path)
-    if path.suffix == ".bin" and path.is_file(): return read_tokenizer_bin(path.read_bytes(), path)
-    return Tokenizer(path)
+    if not path.exists(): return Tokenizer(path) # says so
+    data = _bytes(path)
+    if path.suffix == ".bin" or data[1:4] == bytes(3): return read_tokenizer_bin(data, path)
+    try: return Tokenizer(path)
+    except TinyLLMError as e: raise TinyLLMError(e.what, str(path),
+        "give a tokenizer.model, a tokenizer.json or llama2.c's tokenizer.bin") from e
 
 def read_hf(
     folder, # of a Llama or a Qwen 2 in Hugging Face's layout
@@ -90,8 +101,12 @@ def read_hf(
     folder, config = Path(folder), _json(Path(folder)/"config.json")
     read = our_config if "tinyllm" in config else foreign_config
     cfg = dataclasses.replace(read(config, folder/"config.json"), pad_vocab_to=1)
+    check_limits(cfg, folder/"config.json")
     tokenizer = tokenizer or open_tokenizer(folder)
     tensors = our_tensors(read_hf_weights(folder), cfg, folder)
+    asked, held = count_params(cfg), sum(t.numel() for t in tensors.values())
+    if asked > 8*held: raise TinyLLMError(f"asks for {asked:,} weights, the files hold {held:,}",
+        str(folder/"config.json"), "copy the model again") # before memory is taken for them
     if odd := [n for n, t in tensors.items() if not t.is_floating_point()]: raise TinyLLMError(
         f"is of type {tensors[odd[0]].dtype}", f"{folder}: {odd[0]}",
         "take a model in 16 or 32 bits")
@@ -110,13 +125,16 @@ def read_foreign(
     if path.is_dir():
         if not (path/"config.json").exists(): raise TinyLLMError("holds no config.json", str(path),
             "name a directory of Hugging Face's layout; a run of tinyllm needs no import")
-        return *read_hf(path, words), "hf"
+        model, words = read_hf(path, words)
+        return model, check_fit(model, words, _never_drawn(path), path), "hf"
+    if not path.is_file(): raise TinyLLMError("is no regular file", str(path), "name a file")
     with open(path, "rb") as f: start = f.read(4)
     if start == b"GGUF":
         model, own = read_gguf(path)
         if not (words or own): raise TinyLLMError("holds no tokenizer that can be read",
             str(path), "give the model's tokenizer.model with --tokenizer")
-        return model, words or own, "gguf"
+        padding = range(own.vocab_size if own else model.cfg.vocab_size, model.cfg.vocab_size)
+        return model, check_fit(model, words or own, padding, path), "gguf"
     if path.suffix in PICKLES and (start[:2] == b"PK" or start[:1] == b"\x80"): raise TinyLLMError(
         "is a pickle, which may run code when loaded, so it is not opened", str(path),
         "name the directory it belongs to, with its config.json")
@@ -126,7 +144,28 @@ def read_foreign(
     beside = path.with_suffix(".tokenizer.bin")
     if not words and not beside.exists(): raise TinyLLMError("comes without a tokenizer", str(path),
         "give its tokenizer.model or tokenizer.bin with --tokenizer")
-    return model, words or open_tokenizer(beside), "llama2c"
+    return model, check_fit(model, words or open_tokenizer(beside), (), path), "llama2c"
+
+def _never_drawn(folder:Path)->set: # ids that a directory declares to be no pieces
+    file = folder/"generation_config.json"
+    never = _json(file).get("suppress_tokens") if file.exists() else None
+    return {i for i in never if isinstance(i, int)} if isinstance(never, list) else set()
+
+def check_fit(
+    model:Transformer, # as read
+    tokenizer:Tokenizer, # to go with it
+    padding, # ids that the model's files declare to be no pieces
+    where # the model, for messages
+)->Tokenizer: # the same
+    "Refuse pieces without a row, rows without a piece, and weights that are no numbers"
+    rows, pieces = model.cfg.vocab_size, tokenizer.vocab_size
+    if pieces > rows or not set(range(pieces, rows)) <= set(padding): raise TinyLLMError(
+        f"has {rows:,} ids, its tokenizer {pieces:,} pieces", str(where),
+        "give the tokenizer it was trained with, with --tokenizer")
+    odd = [n for n, t in model_tensors(model).items() if not t.isfinite().all()]
+    if odd: raise TinyLLMError(f"holds NaN or infinity in {', '.join(odd[:8])}", str(where),
+                               "copy the model again, or choose an earlier checkpoint of it")
+    return tokenizer
 
 def import_model(
     path, # a directory of Hugging Face, a GGUF, or a model.bin of llama2.c
@@ -137,7 +176,10 @@ def import_model(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())): raise TinyLLMError(
         "something is there already", str(out), "choose another --out")
-    model, words, kind = read_foreign(path, tokenizer)
+    try: model, words, kind = read_foreign(path, tokenizer)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise TinyLLMError(f"cannot be understood ({type(e).__name__}: {e})", str(path),
+                           "copy the model again, or have the program that wrote it look") from e
     if words.bos_id < 0: raise TinyLLMError("the tokenizer has no piece that begins a text",
         str(tokenizer or path), "tinyllm's models begin every text with one")
     with aside(out) as tmp:
@@ -163,7 +205,7 @@ def aside(
                                             "choose another --out") from None
     os.chmod(tmp, 0o755)
     try: yield tmp
-    except OSError as e: raise TinyLLMError(f"cannot be written ({e.strerror})", str(out),
+    except OSError as e: raise TinyLLMError(f"cannot be written ({e.strerror or e})", str(out),
                                             "make room or choose another --out") from e
     finally: shutil.rmtree(tmp, ignore_errors=True)
 
@@ -228,8 +270,8 @@ def compare(
     b:Transformer, # as it is in the file
     dtype:str # of the file
 )->float: # largest difference of a logit
-    "Logits of random tokens over the whole context, or an error"
-    ids = torch.randint(a.cfg.vocab_size, (2, a.cfg.seq_len),
+    "Logits of random tokens over the context (as far as memory is no question), or an error"
+    ids = torch.randint(a.cfg.vocab_size, (2, min(2048, a.cfg.seq_len)),
                         generator=torch.Generator().manual_seed(0))
     want = a(ids)
     off = (want - b(ids)).abs().max().item()
@@ -263,6 +305,8 @@ def export_model(
         may_replace(out, to, overwrite) # as it is by now
         for p in reversed(parts): _move(p, names[p]) # the model last
     notes = dict(llama2c=llama2c_notes, gguf=gguf_notes).get(to, lambda _: [])(tokenizer)
+    if cfg.mask_stories: notes.append("others know no model.mask_stories: they take one story at "
+        "a time, several in one window would see each other")
     return dict(out=str(out), to=to, dtype=dtype, files=[n.name for n in names.values()],
         bytes=size, largest_difference=off, notes=notes)
 
@@ -296,6 +340,9 @@ def _write_llama2c(tmp, model, tokenizer, path, dtype, version)->tuple:
     if version not in ((2,) if dtype == "q8_0" else (0, 1)): raise TinyLLMError(
         f"version {version} is not of --dtype={dtype}", "export --to llama2c",
         "0 and 1 are float32, 2 is q8_0")
+    if tokenizer.vocab_size != model.cfg.vocab_size: raise TinyLLMError("llama2.c has no place for "
+        f"{model.cfg.vocab_size-tokenizer.vocab_size} ids without a piece", "export --to llama2c",
+        "use hf or gguf")
     write_file(tmp/"m.bin", [write_llama2c(model, version)])
     write_file(tmp/"m.tokenizer.bin", [write_tokenizer_bin(tokenizer)])
     back, _, _ = read_foreign(tmp/"m.bin")
