@@ -127,6 +127,8 @@ def evaluate_text(
     nats, tokens = score_documents(model, documents, stride)
     if not tokens: raise TinyLLMError("there is no text to score", str(on),
                                       "give one that is not empty")
+    if not math.isfinite(nats): raise TinyLLMError(f"the loss of the model is {nats}", str(on),
+        "its weights are no numbers any more; take an earlier checkpoint")
     loss, bits = nats/tokens, bits_per_byte(nats, seen["bytes"])
     return dict(loss=loss, perplexity=perplexity(loss), bits_per_byte=bits, tokens=tokens, **seen,
                 seq_len=model.cfg.seq_len, stride=stride or max(1, model.cfg.seq_len//2))

@@ -106,7 +106,7 @@ def gguf_tokenizer(
     table = tokenizer.table + [(f"[PAD{i}]", -1e4, UNUSED)
                                for i in range(tokenizer.vocab_size, rows)]
     ids = dict(bos=tokenizer.bos_id, eos=tokenizer.eos_id, unknown=tokenizer.unk_id,
-               padding=tokenizer.pad_id)
+               padding=tokenizer.pad_id, eot=tokenizer.bos_id) # a story ends where one begins
     norm = tokenizer.normalizer
     keys = {"model": "llama", "pre": "default", "tokens": [p for p, *_ in table],
         "scores": [float(s) for _, s, _ in table], "token_type": [k for *_, k in table],
