@@ -82,12 +82,15 @@ def open_documents(
     on, # file, folder or glob of texts; `builtin`; or a folder of token shards
     tokenizer:Tokenizer, # of the model
     limit:int=None, # so many documents at most
-    split:str="val", # of shards: val or train
+    split:str=None, # of shards: val or train; none: val
     **settings # of CorpusConfig: text_key, separator, on_bad, …
 )->tuple: # iterator of ids, dict that counts documents and bytes while it is read
     "Documents to score"
-    seen = dict(documents=0, bytes=0)
-    if read_meta(Path(on)): pairs = _of_shards(Path(on), tokenizer, split)
+    seen, shards = dict(documents=0, bytes=0), read_meta(Path(on))
+    if split not in (None, "val", "train") or split and not shards: raise TinyLLMError(
+        f"--split={split} " + ("is neither val nor train" if shards else
+        "is for shards only; a text is scored whole"), str(on), "leave it out")
+    if shards: pairs = _of_shards(Path(on), tokenizer, split or "val")
     else:
         corpus = open_corpus(CorpusConfig(source=str(on), **settings))
         held_out = range(0, corpus.n_documents, 100) if corpus.kind == "builtin" else None
@@ -124,6 +127,8 @@ def evaluate_text(
     nats, tokens = score_documents(model, documents, stride)
     if not tokens: raise TinyLLMError("there is no text to score", str(on),
                                       "give one that is not empty")
+    if not math.isfinite(nats): raise TinyLLMError(f"the loss of the model is {nats}", str(on),
+        "its weights are no numbers any more; take an earlier checkpoint")
     loss, bits = nats/tokens, bits_per_byte(nats, seen["bytes"])
     return dict(loss=loss, perplexity=perplexity(loss), bits_per_byte=bits, tokens=tokens, **seen,
                 seq_len=model.cfg.seq_len, stride=stride or max(1, model.cfg.seq_len//2))

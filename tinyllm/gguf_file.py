@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from .checkpoint import load_weights, model_tensors
 from .config import ModelConfig, TinyLLMError
-from .huggingface import UNKNOWN, UNUSED, check_vocabulary, sentencepiece_model
+from .huggingface import UNKNOWN, UNUSED, check_limits, check_vocabulary
+from .huggingface import sentencepiece_model
 from .llama2c import to_halves, to_neighbours
 from .model import Transformer
 from .rope import scaled_frequencies
@@ -105,7 +106,7 @@ def gguf_tokenizer(
     table = tokenizer.table + [(f"[PAD{i}]", -1e4, UNUSED)
                                for i in range(tokenizer.vocab_size, rows)]
     ids = dict(bos=tokenizer.bos_id, eos=tokenizer.eos_id, unknown=tokenizer.unk_id,
-               padding=tokenizer.pad_id)
+               padding=tokenizer.pad_id, eot=tokenizer.bos_id) # a story ends where one begins
     norm = tokenizer.normalizer
     keys = {"model": "llama", "pre": "default", "tokens": [p for p, *_ in table],
         "scores": [float(s) for _, s, _ in table], "token_type": [k for *_, k in table],
@@ -222,16 +223,20 @@ def read_gguf(
     "Inverse of `write_gguf`: types F32, F16 and Q8_0"
     gguf = _gguf()
     def refuse(why): raise TinyLLMError(why, str(path), "take the whole file, of type F32, F16 or "
-                                        "Q8_0, or write it again")
-    try:
-        reader = gguf.GGUFReader(path)
-        keys = {k: f.contents() for k, f in reader.fields.items()}
+                                        "Q8_0, or write it again") from None
+    try: return _read(gguf, path, refuse)
+    except TinyLLMError: raise
     except OSError as e: refuse(f"cannot be read ({e.strerror})")
-    except Exception as e: refuse(f"is no whole GGUF file ({type(e).__name__}: {e})")
+    except Exception as e: # whatever a damaged file makes of the package, or of us
+        refuse(f"is no whole GGUF file ({type(e).__name__}: {e})")
+
+def _read(gguf, path, refuse)->tuple: # as `read_gguf`
+    reader = gguf.GGUFReader(path)
+    keys = {k: f.contents() for k, f in reader.fields.items()}
     found = {t.name: t for t in reader.tensors}
     odd = {t.tensor_type.name for t in reader.tensors} - set(TYPES.values())
     if odd: refuse(f"holds weights of type {', '.join(sorted(odd))}")
-    cfg = gguf_config(keys, found, path)
+    cfg = check_limits(gguf_config(keys, found, path), path)
     model = Transformer(cfg)
     ours = {gguf_name(n): n for n in model_tensors(model)}
     tensors = {}

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from .checkpoint import load_weights, model_tensors
 from .config import ModelConfig, TinyLLMError
-from .huggingface import BYTE, CONTROL, NORMAL, UNKNOWN, check_vocabulary
-from .huggingface import sentencepiece_model
+from .huggingface import BYTE, CONTROL, NORMAL, UNKNOWN, check_limits
+from .huggingface import check_vocabulary, sentencepiece_model
 from .model import Transformer
 from .tokenizer import Tokenizer
 
@@ -112,10 +112,10 @@ def read_header(
                                         f"is of version {version}")
     dim, hidden, n_layers, n_heads, n_kv, vocab, seq_len = seven
     if not all(0 < n < 1 << 24 for n in seven): refuse(f"has an impossible header: {seven}")
-    if n_layers > 10_000: refuse(f"has an impossible header: {seven}")
     try: cfg = ModelConfig(vocab_size=vocab, dim=dim, hidden_dim=hidden, n_layers=n_layers,
         n_heads=n_heads, n_kv_heads=n_kv, seq_len=seq_len, tie_embeddings=shared)
     except TinyLLMError as e: refuse(f"has an impossible header ({e.what})")
+    check_limits(cfg, where)
     if version == 2 and (group < 1 or dim % group or hidden % group): refuse(
         f"has groups of {group}, which do not divide {dim} and {hidden}")
     want = begin + _size(cfg, version, group)
