@@ -36,6 +36,7 @@ TRAINER_STATE = (
     "rng",       # random states of each process, for dropout and whoever else draws
     "hook",      # what compressed communication remembers in each process, None for nothing
     "skipped",   # steps left out because their loss or gradient was no number
+    "in_a_row",  # of these, directly before this step
     "best_val_loss", # what the next evaluation has to beat [nats/token]
     "tokenizer", # fingerprint of the tokenizer that made the data
 )

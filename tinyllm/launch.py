@@ -13,7 +13,8 @@ from typing import Callable, Optional
 from . import __version__
 from .config import Config, PRESETS, RunFailed, SampleConfig, TinyLLMError, all_settings
 from .config import check_overrides, load_config, make_parser
-from .processes import follow_parent, launch_local, note_exit, under_torchrun
+from .processes import die_of_ctrl_c, follow_parent, launch_local, note_exit
+from .processes import under_torchrun
 from .run import _check_batch, _open_splits, comparable, dry_run, log, prepare
 from .run import prepare_corpus, prepare_tokenizer, summary, train, train_events
 
@@ -309,7 +310,8 @@ def main(
     except RuntimeError as e:
         if 'memory' not in str(e): raise
         return fail(1, f'out of memory; lower train.micro_batch_size or the model ({str(e)[:120]})')
-    except KeyboardInterrupt: return fail(130, 'interrupted')
+    except KeyboardInterrupt:  # of many processes, the one that has started them tells
+        return 130 if under_torchrun() else fail(130, 'interrupted')
     finally: log.removeHandler(handler)
 
 def _nproc(flags:dict)->int:
@@ -376,6 +378,7 @@ def _pretty(
 def _worker(argv:list)->int:
     "What torchrun starts; `tinyllm train --nproc` wants to know how it ended"
     heard = []
+    if under_torchrun(): die_of_ctrl_c()
     code = main(['train', *argv], heard.append)
     if not under_torchrun() or not code: return note_exit(code)
     code = note_exit(code, all(getattr(e, 'again', True) for e in heard))

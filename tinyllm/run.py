@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Callable, Iterator, Optional
 from . import __version__
 from .config import Config, RunFailed, TinyLLMError, diff, flatten, load_config, save_config
-from .processes import run_id
+from .processes import ends_politely, run_id
 
 # %% ../nbs/12b_run.ipynb #7640bd3f
 log = logging.getLogger('tinyllm')
@@ -370,9 +370,12 @@ def _loop(
         yield from fit(state, batches, lambda: losses(state), stories, save, stopping,
                        flops_per_token=flops_per_token(cfg.model, T),
                        peak=peak_flops(gpu, state.dtype))
-        if save.failed: raise save.failed
+        if save.failed:
+            save.failed.again = False  # training again would not make room
+            raise save.failed
     except RunFailed as e:
         failed = type(e)(e.what, e.where, f'{e.fix}; {_last_good(run)}')
+        failed.again = getattr(e, 'again', True)
         failed.told = not state.world.main and not isinstance(e, PeerLost)  # by rank 0
         raise failed from e
 
@@ -544,7 +547,7 @@ def _complete(rows, state, run:Path, checkpoint:Path):
 def stop_on_signal(
     echo_s:float=0. # a signal repeated within this time counts once: torchrun repeats Ctrl-C [s]
 ):
-    "A list that is no longer empty once Ctrl-C or SIGTERM arrived; the second time interrupts"
+    "A list that is no longer empty once a signal to end arrived; the second time interrupts"
     caught = []
     def handler(number, frame):
         if caught and time.monotonic()-caught[0] < echo_s: return
@@ -552,7 +555,7 @@ def stop_on_signal(
         caught.append(time.monotonic())
         name = signal.Signals(number).name
         log.info(f'{name}: saving after this step; once more to leave at once')
-    before = {s:signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s:signal.signal(s, handler) for s in ends_politely()}
     try: yield caught
     finally:
         for s,h in before.items(): signal.signal(s, h)
@@ -646,11 +649,11 @@ def dry_run(
     from tinyllm.tokenizer import Tokenizer
     from tinyllm.training import train_step
     m,t = cfg.model,cfg.train
-    if not m.vocab_size:
-        given = Tokenizer(cfg.tokenizer.model) if cfg.tokenizer.model else cfg.tokenizer
-        bos_id = getattr(given, 'bos_id', 1) if m.mask_stories else m.bos_id
-        m = dataclasses.replace(m, vocab_size=given.vocab_size, bos_id=bos_id)
-        cfg = dataclasses.replace(cfg, model=m)
+    given = Tokenizer(cfg.tokenizer.model) if cfg.tokenizer.model else SimpleNamespace(
+        vocab_size=cfg.tokenizer.vocab_size, bos_id=1)
+    m = dataclasses.replace(m, vocab_size=m.vocab_size or given.vocab_size,
+                            bos_id=given.bos_id if m.mask_stories else m.bos_id)
+    cfg = dataclasses.replace(cfg, model=m)
     state = build(cfg)
     x = torch.randint(m.vocab_size, (t.micro_batch_size, m.seq_len),
                       generator=torch.Generator().manual_seed(0))
