@@ -16,6 +16,10 @@ class Failed(Exception):
     "A check that does not hold, with what the reader needs to know"
 
 
+class Skipped(Exception):
+    "A check that this machine cannot make, and why; never in CI"
+
+
 def check(f): CHECKS[f.__name__.replace("_", "-")] = f
 
 
@@ -364,7 +368,7 @@ def outputs():
 
 @check
 def readme():
-    "README.md is what index.ipynb gives"
+    "README.md and .github/CONTRIBUTING.md are what their notebooks give"
     sh(PYTHON, ".ci/readme.py", "--check")
 
 
@@ -445,6 +449,33 @@ def docs():
     return f"{sum(n.endswith('.html') for n in seen[0])} pages"
 
 
+def in_browser(what:str, timeout:int):
+    "What .ci/browser.py has to say; its pictures are kept in _shots/"
+    p = start([PYTHON, ".ci/browser.py", what, "--shots", ROOT/"_shots"], env=environment())
+    try: out, _ = p.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        end(p)
+        raise Failed(f"the browser: no end after {timeout} s\n{tail(p.communicate()[0])}") from None
+    if p.returncode == 3 and not os.environ.get("CI"): raise Skipped(tail(out))
+    if p.returncode: raise Failed(tail(out))
+    return f"{out.strip()}\npictures: _shots/"
+
+
+@check
+def browser():
+    "In JupyterLab in a real browser: every notebook with widgets runs, each widget answers, a run is steered, a story streams"
+    before = tree()
+    try: return in_browser("notebooks", 1800)
+    finally: must_not_change("the browser", before)
+
+
+@check
+def site():
+    "The built site in a real browser: no error, no broken link or image, search, themes, telephone"
+    if not (ROOT/"_docs"/"index.html").exists(): sh(PYTHON, ".ci/docs.py", env=environment(offline=True))
+    return in_browser("site", 600)
+
+
 @check
 def tree_is_as_it_was():
     "After all of this, git sees nothing new"
@@ -462,20 +493,24 @@ def main(names):
         print(f"no such check: {', '.join(unknown)}; there are {', '.join(CHECKS)}", file=sys.stderr)
         return 2
     global TREE
-    TREE, begin, passed, failed = tree(), time.perf_counter(), 0, []
+    TREE, begin, passed, failed, skipped = tree(), time.perf_counter(), 0, [], []
     for name in names or CHECKS:
         started = time.perf_counter()
         try:
             note, ok = CHECKS[name]() or "", True
             passed += 1
         except Failed as e: note, ok = str(e), False
+        except Skipped as e:
+            print(f"skip {name}: {e}", flush=True)
+            skipped.append(name)
+            continue
         except Exception: note, ok = traceback.format_exc(), False # the check itself is wrong, or what it read
         if not ok: failed.append(name)
         mark, lines = "ok  " if ok else "FAIL", note.split("\n")
         print(f"{mark} {name} ({time.perf_counter() - started:.0f} s) {lines[0]}", *lines[1:], sep="\n     ", flush=True)
         if not ok and name == "install": break
     print(f"{(time.perf_counter() - begin)/60:.0f} minutes" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    print(f"{passed} passed, {len(failed)} failed", flush=True)
+    print(f"{passed} passed, {len(failed)} failed" + (f", {len(skipped)} skipped: {', '.join(skipped)}" if skipped else ""), flush=True)
     return 1 if failed else 0
 
 

@@ -95,6 +95,8 @@ def make_sources():
 MATH = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.S)
 KATEX = re.compile(r'<(?:link|script)[^>]*katex[^>]*>(?:</script>)?\s*')
 
+REMOTE = re.compile(r"""@import\s*(?:url\(\s*["']?(?:https?:)?//[^)]*\)|["'](?:https?:)?//[^"']*["'])[^;]*;""")
+
 FIGURE = re.compile(r'<img src="data:image/png;base64,([^"]+)"')
 
 # what latex2mathml would pass over in silence, in words that it knows
@@ -161,9 +163,40 @@ def finish_site():
         text = FIGURE.sub(lambda m: f'{m.group(0)} width="{sizes[m.group(1)]}"' if m.group(1) in sizes else m.group(0), text)
         text = link.sub(lambda m: own_link(m, up, anchors), KATEX.sub("", text))
         (SITE/name).write_text(text, encoding="utf-8")
+    for style in SITE.rglob("*.css"): # the themes ask a server for fonts; every browser has some that do
+        style.write_text(REMOTE.sub("", style.read_text(encoding="utf-8")), encoding="utf-8")
     sitemap = SITE/"sitemap.xml" # its dates are those of this build's files, not of the pages
     if sitemap.exists(): sitemap.write_text(re.sub(r"\s*<lastmod>.*?</lastmod>", "", sitemap.read_text()))
     (SITE/".nojekyll").touch()
+
+
+def purpose(
+    page:Path, # source of a page in _proc/
+)->tuple: # title, what it is for
+    "What a page says it is, in the front matter that nbdev makes of its first cell"
+    import yaml
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb": text = "".join(json.loads(text)["cells"][0]["source"])
+    found = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
+    return found.get("title", page.stem), found.get("description", "")
+
+
+def write_llms_txt():
+    "llms.txt in learning order, each page with its purpose; smalldocs has them by name alone"
+    import yaml
+    from nbdev.config import get_config
+    cfg = get_config(path=ROOT)
+    lines = [f"# {cfg.title}", "", f"> {cfg.description}"]
+    sidebar = yaml.safe_load((PROC/"_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]["contents"]
+    for part in sidebar:
+        section = part if isinstance(part, dict) else dict(section="Start here", contents=[part])
+        lines += ["", f"## {section['section']}", ""]
+        for name in section["contents"]:
+            title, says = purpose(PROC/name)
+            address = f"{cfg.doc_host}{cfg.doc_baseurl}/{Path(name).with_suffix('.llms.md').as_posix()}"
+            if not (SITE/name).with_suffix(".llms.md").exists(): raise DocsError(f"llms.txt: no such page: {name}")
+            lines.append(f"- [{title}]({address})" + (f": {says}" if says else ""))
+    (SITE/"llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 # ---------------------------------------------------------------- links
@@ -195,6 +228,7 @@ def check_links(
             if not target.is_file(): faults.append(f"{where}: no such page or file: {href}")
             elif parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]:
                 faults.append(f"{where}: no such anchor: {href}")
+    faults += [f"{p.relative_to(site)}: needs the network" for p in sorted(site.rglob("*.css")) if re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", p.read_text("utf-8"))]
     return faults + [f"{p.relative_to(site)}: no page links to it; add it to nbs/_quarto.yml" for p in pages if p not in linked]
 
 
@@ -208,6 +242,7 @@ def build():
     shutil.rmtree(SITE, ignore_errors=True)
     shutil.move(built, SITE)
     finish_site()
+    write_llms_txt()
     faults = check_links()
     if faults: raise DocsError("\n".join(faults))
     print(f"{len(list(SITE.rglob('*.html')))} pages, every internal link and anchor checked: {SITE.name}/index.html")

@@ -1,4 +1,6 @@
-"""README.md from nbs/index.ipynb: python .ci/readme.py (--check: only say whether it is up to date)
+"""README.md from nbs/index.ipynb, .github/CONTRIBUTING.md from nbs/contributing.ipynb: python .ci/readme.py
+
+--check: only say whether they are up to date.
 
 Pictures among the outputs go to nbs/index_files/; links to notebooks lead to the published site.
 """
@@ -7,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT/"nbs"/"index_files"
+MADE = {"README.md": "index.ipynb", ".github/CONTRIBUTING.md": "contributing.ipynb"} # file → notebook
 ENDINGS = {"image/svg+xml": "svg", "image/png": "png", "image/jpeg": "jpg"}
 HIDDEN = {"hide", "export", "exporti", "default_exp"} # cells that the home page does not show either
 
@@ -52,28 +55,33 @@ def code_cell(
     return parts
 
 
-def render():
-    "README.md's text and the pictures it shows"
+def render(
+    notebook:str, # name of a notebook in nbs/
+    pictures:dict, # file name → bytes, added to
+)->str: # Markdown
+    "The text of a file in the top folder"
     from execnb.nbio import read_nb
     from nbdev.config import get_config
     cfg = get_config(path=ROOT)
-    parts, pictures = ["<!-- made from nbs/index.ipynb by .ci/readme.py; edit the notebook -->"], {}
-    for cell in read_nb(cfg.nbs_path/cfg.readme_nb).cells:
+    parts = [f"<!-- made from nbs/{notebook} by .ci/readme.py; edit the notebook -->"]
+    for cell in read_nb(cfg.nbs_path/notebook).cells:
         if cell.cell_type == "markdown": parts.append(links(cell.source.strip(), cfg.doc_host + cfg.doc_baseurl))
         elif cell.cell_type == "code": parts += code_cell(cell, pictures)
-    return "\n\n".join(p for p in parts if p) + "\n", pictures
+    return "\n\n".join(p for p in parts if p) + "\n"
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--check", action="store_true", help="write nothing, fail when README.md is out of date")
+    p.add_argument("--check", action="store_true", help="write nothing, fail when one is out of date")
     args = p.parse_args()
-    text, pictures = render()
-    files = {ROOT/"README.md": text.encode()} | {PICTURES/name: data for name, data in pictures.items()}
-    old = {f: f.read_bytes() for f in [ROOT/"README.md", *PICTURES.glob("*")] if f.is_file()}
+    pictures = {}
+    files = {ROOT/name: render(notebook, pictures).encode() for name, notebook in MADE.items()}
+    files |= {PICTURES/name: data for name, data in pictures.items()}
+    old = {f: f.read_bytes() for f in [*(ROOT/name for name in MADE), *PICTURES.glob("*")] if f.is_file()}
     if args.check:
         if old == files: return 0
-        print("README.md: not what nbs/index.ipynb gives; python .ci/readme.py", file=sys.stderr)
+        differ = sorted(f.name for f in old.keys() | files.keys() if old.get(f) != files.get(f))
+        print(f"{', '.join(differ)}: not what the notebooks give; python .ci/readme.py", file=sys.stderr)
         return 1
     for f in old.keys() - files.keys(): f.unlink()
     for f, data in files.items():

@@ -1,4 +1,4 @@
-"""Two training processes under fire: killed at random instants, with damaged checkpoints, on a full disk.
+"""Two training processes under fire: orphaned at birth, killed at random instants, with damaged checkpoints, on a full disk.
 
 python .ci/storm.py --kills 30             the whole storm
 python .ci/storm.py --kills 4 --seed 1     a short one
@@ -14,6 +14,7 @@ AIMS = [("worker", "stepping"), ("worker", "starting"), ("worker", "saving"), ("
         ("worker", "evaluating"), ("group", "starting"), ("group", "saving"), ("group", "stepping")]
 DAMAGED = ["model.safetensors", "trainer/rank-1.safetensors", "manifest.json"]
 EVAL_EVERY, TIMEOUT = 10, 30 # [steps], [s]
+GRACE = 15 # workers may outlive torchrun for so long, on a busy machine; far less than they would wait for each other [s]
 SETTINGS = [*SMALL[1:], "--train.micro_batch_size=1", f"--train.eval_every={EVAL_EVERY}", f"--distributed.timeout_s={TIMEOUT}"]
 
 
@@ -86,7 +87,7 @@ def whole_group(run:Run, rng, faults)->str:
     orphans = rng.random() < 0.5
     kill(run.agent.pid, *([] if orphans else run.workers().values()))
     run.agent.wait()
-    run.outlived = max(run.outlived, none_left("torchrun killed, its workers", TIMEOUT + 45)) # they notice, or nobody answers
+    run.outlived = max(run.outlived, none_left("torchrun killed, its workers", GRACE))
     saved, fault = steps_saved(run.dir), None
     if len(saved) > 1 and faults:
         fault = faults.pop()
@@ -140,6 +141,19 @@ def storm(top:Path, kills:int, rng, want, steps:int)->str:
             f"weights and log as undisturbed; workers lived on for {outlived:.1f} s at most when torchrun was killed")
 
 
+def early_orphans(top:Path, steps:int)->str:
+    "SIGKILL torchrun when its workers have just been born and import PyTorch: they must not live on"
+    lived = {}
+    for after in (0, 0.1, 0.3, 1, 3): # [s]
+        run = Run(top, f"orphans-{after}", steps, 0)
+        until("two workers", lambda: run.over() or len(run.workers()) == 2, run.log, pause=0.001)
+        time.sleep(after)
+        kill(run.agent.pid)
+        run.agent.wait()
+        lived[after] = none_left(f"torchrun killed {after} s after its workers appeared, they", GRACE)
+    return "torchrun killed early: " + ", ".join(f"after {a} s its workers lived on for {s:.1f} s" for a, s in lived.items())
+
+
 # ---------------------------------------------------------------- a full disk
 
 def full_disk(top:Path, want, steps:int)->str:
@@ -191,6 +205,7 @@ def check(
         run.finish("undisturbed")
         want = outcome(run.dir)
         print(f"undisturbed: {steps} steps, {time.monotonic() - begin:.0f} s", flush=True)
+        print(early_orphans(top, steps), flush=True)
         print(storm(top, kills, rng, want, steps), flush=True)
         print(full_disk(top, want, steps), flush=True)
     return f"{time.monotonic() - begin:.0f} s"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['bench_data', 'bench_tokenizer', 'bench_startup', 'gpu_shapes', 'bench_gpu', 'bench', 'bench_text']
 
-# %% ../nbs/15b_bench.ipynb #e3c2503d
+# %% ../nbs/15b_bench.ipynb #530dfa22
 import gc, os, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
 import numpy as np
@@ -21,7 +21,7 @@ from .shards import prepare_tokens
 from .tokenizer import prepare_tokenizer
 from .training import TrainState, train_step
 
-# %% ../nbs/15b_bench.ipynb #337bca68
+# %% ../nbs/15b_bench.ipynb #5f560196
 class _OneByOne(torch.utils.data.Dataset):
     "The usual data set: a window per index"
     def __init__(self, tokens, T): self.tokens,self.T = tokens,T
@@ -79,7 +79,7 @@ def bench_startup(cfg=None, rounds:int=5, **_)->list: # rows of `report`
     ways = {k:lambda line=line: start(line) for k,line in code.items()}
     return report('startup', race(ways, rounds), dict.fromkeys(ways, 1), 'starts', 'python')
 
-# %% ../nbs/15b_bench.ipynb #b95d1d4c
+# %% ../nbs/15b_bench.ipynb #4da290d9
 def gpu_shapes()->dict: # {name: (ModelConfig, sequences at a time)}
     "What `bench --gpu` measures"
     stories = dict(vocab_size=32_000, tie_embeddings=True, multiple_of=32)
@@ -156,7 +156,7 @@ def bench_gpu(
             longest = max(longest, time.perf_counter()-start)
     return res | dict(seconds=time.perf_counter()-began)
 
-# %% ../nbs/15b_bench.ipynb #5cc572b9
+# %% ../nbs/15b_bench.ipynb #fe9c8a6c
 def bench(
     words:list=(), # parts to measure: machine, train, sample, data, tokenizer, startup; none: all
     **flags # as of the command line: vs, llama2c, batch, vocab, threads, rounds, gpu

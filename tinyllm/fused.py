@@ -6,7 +6,7 @@
 __all__ = ['C_HALF', 'C_NORM', 'C_GATE', 'C_TURN', 'C_SOFTMAX', 'C_LOSS', 'C_FUSED', 'CHUNK', 'WORTH_FUSING', 'FusedNorm',
            'FusedGate', 'FusedTurn', 'FusedAttention', 'FusedLoss', 'fused_loss', 'why_not_fused', 'pick_loss']
 
-# %% ../nbs/06b_fused.ipynb #043df7b9
+# %% ../nbs/06b_fused.ipynb #3314df0c
 import torch
 import torch.nn.functional as F
 from .config import TinyLLMError
@@ -14,7 +14,7 @@ from .layers import MAX_HALVES, attend
 from .model import Transformer, check_targets, check_tokens
 from .native import C_BASE, FLOAT, INT, POINTER, build, find_compiler, load
 
-# %% ../nbs/06b_fused.ipynb #8ca7899d
+# %% ../nbs/06b_fused.ipynb #c0dab6a9
 C_HALF = r'''
 typedef uint16_t half;
 INLINE float get_half(half h) { union { uint32_t bits; float value; } u = { (uint32_t)h << 16 }; return u.value; }
@@ -29,7 +29,7 @@ void fused_threads(int64_t n) { threads = (int)n; }
 #define EACH _Pragma("omp parallel for schedule(static) num_threads(threads)")
 '''
 
-# %% ../nbs/06b_fused.ipynb #39f7874c
+# %% ../nbs/06b_fused.ipynb #d27761c6
 C_NORM = r'''
 void norm_NUM(int64_t N, int64_t D, float eps, const float *restrict x, const float *restrict w,
               NUM *restrict y, float *restrict inverse) {
@@ -62,7 +62,7 @@ void norm_back_NUM(int64_t N, int64_t D, int64_t parts, const float *restrict x,
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #32a2505b
+# %% ../nbs/06b_fused.ipynb #b72e5e80
 C_GATE = r'''
 void gate_NUM(int64_t N, int64_t H, const NUM *restrict both, NUM *restrict y) {
   EACH for (int64_t n = 0; n < N; n++) {
@@ -87,7 +87,7 @@ void gate_back_NUM(int64_t N, int64_t H, const NUM *restrict both, const NUM *re
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #60d12665
+# %% ../nbs/06b_fused.ipynb #fbc1facf
 C_TURN = r'''
 // joined (B, T, heads+2*kv, d) <-> q (B, heads, T, d), k, v (B, kv, T, d); queries are scaled
 #define TURN(NAME, TO, FROM, SIGN) \
@@ -115,7 +115,7 @@ TURN(turn_back_NUM, one, other, -)
 #undef TURN
 '''
 
-# %% ../nbs/06b_fused.ipynb #10316f56
+# %% ../nbs/06b_fused.ipynb #68fbe364
 C_SOFTMAX = r'''
 // w (P, rows, S): row r of each P is query begin+r and sees keys 0 … begin+r
 void softmax_NUM(int64_t P, int64_t rows, int64_t S, int64_t begin, NUM *w, float *room) {
@@ -143,7 +143,7 @@ void softmax_back_NUM(int64_t P, int64_t rows, int64_t S, int64_t begin, const N
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #48aacf37
+# %% ../nbs/06b_fused.ipynb #c215d9c7
 C_LOSS = r'''
 void nats_NUM(int64_t N, int64_t V, NUM *z, const int64_t *target, float *nats, float *room) {
   EACH for (int64_t n = 0; n < N; n++) {
@@ -163,7 +163,7 @@ void nats_NUM(int64_t N, int64_t V, NUM *z, const int64_t *target, float *nats, 
 }
 '''
 
-# %% ../nbs/06b_fused.ipynb #56186f39
+# %% ../nbs/06b_fused.ipynb #58fa9142
 _C_OPS = C_NORM + C_GATE + C_TURN + C_SOFTMAX + C_LOSS
 C_FUSED = C_BASE + C_HALF + _C_OPS.replace('NUM', 'float') + _C_OPS.replace('NUM', 'half')
 _FUNCTIONS = (('fused_threads', None, INT), *[(f'{name}_{num}', None, *args) for num in ('float', 'half')
@@ -185,7 +185,7 @@ def _room(size):
     "Workspace: so many floats for each thread"
     return torch.empty(torch.get_num_threads()*size)
 
-# %% ../nbs/06b_fused.ipynb #69560ed1
+# %% ../nbs/06b_fused.ipynb #f8ecb664
 class FusedNorm(torch.autograd.Function):
     "RMSNorm of a float32 stream, the answer in the type of the products"
     @staticmethod
@@ -235,7 +235,7 @@ class FusedTurn(torch.autograd.Function):
         _call('turn_back', joined, *ctx.how, joined, *[g.contiguous() for g in grads])
         return joined,None,None,None,None,None
 
-# %% ../nbs/06b_fused.ipynb #fc1e94dd
+# %% ../nbs/06b_fused.ipynb #d578008f
 class FusedAttention(torch.autograd.Function):
     "Causal attention in parts of the rows, each over the keys it can see; queries come scaled"
     @staticmethod
@@ -287,7 +287,7 @@ class FusedLoss(torch.autograd.Function):
         dh,dw = ctx.saved_tensors
         return dh*g,dw*g,None
 
-# %% ../nbs/06b_fused.ipynb #590665b5
+# %% ../nbs/06b_fused.ipynb #dd6879dc
 def fused_loss(
     model:Transformer, # see `why_not_fused`
     tokens:torch.Tensor, # token ids, int64, (B, T)
@@ -319,7 +319,7 @@ def fused_loss(
     hidden = normed(model.model.norm).flatten(0, 1) # (B*T, dim)
     return FusedLoss.apply(hidden, head.weight[:c.vocab_size], targets.flatten()),(targets != -100).sum()
 
-# %% ../nbs/06b_fused.ipynb #82d025c9
+# %% ../nbs/06b_fused.ipynb #3f033c39
 def why_not_fused(
     model:Transformer,
     dtype:torch.dtype # of the products
@@ -338,7 +338,7 @@ def why_not_fused(
     if c.rope_scaling == 'dynamic': return 'dynamic RoPE scaling depends on the length'
     if not find_compiler(): return 'there is no C compiler'
 
-# %% ../nbs/06b_fused.ipynb #37233162
+# %% ../nbs/06b_fused.ipynb #9a37007f
 WORTH_FUSING = 300_000 # tokens of a run from which compiling pays
 
 def pick_loss(

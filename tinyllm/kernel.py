@@ -6,13 +6,13 @@
 __all__ = ['C_PRODUCT', 'C_ATTENTION', 'C_STEP', 'C_CHOICE', 'C_LOOP', 'C_SOURCE', 'CLayer', 'CModel', 'CBatch', 'CChoice',
            'pack_panels', 'load_kernel', 'kernel_ready']
 
-# %% ../nbs/10a_kernel.ipynb #3a24510e
+# %% ../nbs/10a_kernel.ipynb #35cdf6dd
 import ctypes
 from pathlib import Path
 import torch
 from .native import C_BASE, INT, POINTER, REAL, is_built, load
 
-# %% ../nbs/10a_kernel.ipynb #e4131e48
+# %% ../nbs/10a_kernel.ipynb #d717b904
 def pack_panels(
     weight:torch.Tensor, # a layer's matrix, (n_out, n_in)
     width:int # rows of a panel
@@ -22,7 +22,7 @@ def pack_panels(
     if missing: weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
     return weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
 
-# %% ../nbs/10a_kernel.ipynb #74825086
+# %% ../nbs/10a_kernel.ipynb #06dbb7d8
 C_PRODUCT = r'''
 int64_t tinyllm_panel(void) { return PANEL; }
 INLINE void many(int M, const float *w, const float *x, int64_t ldx, int64_t K, vec sum[][2]) {
@@ -71,7 +71,7 @@ INLINE void product(int how, const float *w, const float *bias, const float *sca
 }
 '''
 
-# %% ../nbs/10a_kernel.ipynb #8f05d44e
+# %% ../nbs/10a_kernel.ipynb #313f5da6
 C_ATTENTION = r'''
 INLINE float inverse_rms(const float *x, int64_t n, double eps) {
   float s = 0;
@@ -129,7 +129,7 @@ static void attend(const float *restrict q, const float *restrict k, const float
 }
 '''
 
-# %% ../nbs/10a_kernel.ipynb #b49c8683
+# %% ../nbs/10a_kernel.ipynb #6ed62211
 C_STEP = r'''
 typedef struct { const float *qkv, *bias, *q_norm, *k_norm, *out, *gate_up, *down; } Layer;
 typedef struct {
@@ -205,7 +205,7 @@ void tinyllm_step(const Model *m, const Batch *b) {
 }
 '''
 
-# %% ../nbs/10a_kernel.ipynb #2bc219f0
+# %% ../nbs/10a_kernel.ipynb #a93c68f1
 C_CHOICE = r'''
 typedef struct {
   double temperature, top_p, min_p, penalty;
@@ -270,7 +270,7 @@ int64_t tinyllm_choose(int64_t R, int64_t V, int64_t ld, const Choice *c, float 
 }
 '''
 
-# %% ../nbs/10a_kernel.ipynb #a4e841f6
+# %% ../nbs/10a_kernel.ipynb #2b000863
 C_LOOP = r'''
 // up to n steps; out (n, R): new tokens; returns steps done, or -1 where scores are not finite
 int64_t tinyllm_run(const Model *m, Batch *b, const Choice *c, int64_t n, const double *u, uint8_t *ended,
@@ -304,7 +304,7 @@ int64_t tinyllm_run(const Model *m, Batch *b, const Choice *c, int64_t n, const 
 '''
 C_SOURCE = C_BASE + C_PRODUCT + C_ATTENTION + C_STEP + C_CHOICE + C_LOOP
 
-# %% ../nbs/10a_kernel.ipynb #760759e2
+# %% ../nbs/10a_kernel.ipynb #da8d9e0c
 def _struct(name, **fields):
     "A C structure: {type: names}, in this order"
     return type(name, (ctypes.Structure,), dict(_fields_=[
@@ -318,7 +318,7 @@ CBatch = _struct('CBatch', a=(INT, 'R rows max_len threads'),
 CChoice = _struct('CChoice', a=(REAL, 'temperature top_p min_p penalty'), b=(INT, 'top_k'),
                   c=(POINTER, 'banned stops exempt seen'))
 
-# %% ../nbs/10a_kernel.ipynb #f00a93af
+# %% ../nbs/10a_kernel.ipynb #9e79527e
 _FUNCTIONS = tuple((f'tinyllm_{name}', result, *args) for name,result,*args in (
     ('panel', INT), ('room', INT, POINTER, POINTER), ('step', None, POINTER, POINTER),
     ('choose', INT, INT, INT, INT, *[POINTER]*4), ('run', INT, *[POINTER]*3, INT, *[POINTER]*3)))

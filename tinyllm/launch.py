@@ -13,8 +13,9 @@ from typing import Callable, Optional
 from . import __version__
 from .config import Config, PRESETS, RunFailed, SampleConfig, TinyLLMError, all_settings
 from .config import check_overrides, load_config, make_parser
-from .run import _open_splits, comparable, dry_run, log, prepare, prepare_corpus
-from .run import prepare_tokenizer, summary, train, train_events
+from .processes import follow_parent, launch_local, note_exit, under_torchrun
+from .run import _check_batch, _open_splits, comparable, dry_run, log, prepare
+from .run import prepare_corpus, prepare_tokenizer, summary, train, train_events
 
 # %% ../nbs/13_launch.ipynb #f98b4aae
 SWITCHES = ('json', 'stream', 'resume', 'dry_run', 'gpu')  # alone, or with true or false
@@ -283,6 +284,7 @@ def main(
     argv:Optional[list]=None # words after the program's name; none: the process's own
 )->int: # 0 done, 1 the machine failed, 2 a mistake in what was asked, 130 interrupted
     "The `tinyllm` command"
+    if under_torchrun(): follow_parent()  # before the slow imports: it may be killed meanwhile
     argv = sys.argv[1:] if argv is None else list(argv)
     _mend_streams()
     handler = logging.StreamHandler(sys.stderr)
@@ -319,12 +321,13 @@ def _train_many(nproc:int, words:list, flags:dict)->int: # exit code
     "Start torchrun on this machine, with this very command in each process"
     settings = {k:v for k,v in flags.items() if k not in ('json', 'dry_run')}
     _no_words(words)
-    _config(dict(settings))  # mistakes are told before anything is started
-    from tinyllm.distributed import launch_local, under_torchrun
+    cfg = _config(dict(settings))  # mistakes are told before anything is started
     if under_torchrun(): raise TinyLLMError('--nproc is for starting processes, and torchrun has '
         'started this one', 'command line', 'leave --nproc out')
     if 'dry_run' in flags: raise TinyLLMError('--dry_run measures one process', 'command line',
                                               'leave --nproc out')
+    if cfg.train.tokens_per_step % (cfg.model.seq_len*cfg.train.micro_batch_size*nproc):
+        _check_batch(cfg, nproc)  # which takes PyTorch to say what would fit
     return launch_local(nproc, [f'--{k}={v}' for k,v in flags.items()])
 
 def _mend_streams():
@@ -371,8 +374,7 @@ def _pretty(
 def _worker(argv:list)->int:
     "What torchrun starts; `tinyllm train --nproc` wants to know how it ended"
     code = main(['train', *argv])
-    if 'TORCHELASTIC_RUN_ID' not in os.environ: return code  # and PyTorch is not imported for it
-    from tinyllm.distributed import note_exit
+    if not under_torchrun(): return code
     code = note_exit(code)
     if not code: return 0
     for stream in (sys.stdout, sys.stderr): stream.flush()

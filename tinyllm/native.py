@@ -6,13 +6,13 @@
 __all__ = ['C_VECTORS', 'C_EXP', 'C_BASE', 'INT', 'REAL', 'FLOAT', 'POINTER', 'find_compiler', 'cache_folder', 'library_path',
            'is_built', 'build', 'load']
 
-# %% ../nbs/03a_native.ipynb #b56f016e
+# %% ../nbs/03a_native.ipynb #3c8574ae
 import ctypes, hashlib, os, shutil, subprocess, tempfile
 from functools import lru_cache
 from pathlib import Path
 from .config import TinyLLMError
 
-# %% ../nbs/03a_native.ipynb #22f83d1f
+# %% ../nbs/03a_native.ipynb #79a53358
 C_VECTORS = r'''
 #include <float.h>
 #include <math.h>
@@ -53,7 +53,7 @@ INLINE void meet(Gate *gate, int all) { // wait until all threads are here
 }
 '''
 
-# %% ../nbs/03a_native.ipynb #e5fcf8e4
+# %% ../nbs/03a_native.ipynb #21894afa
 C_EXP = r'''
 #ifdef __FP_FAST_FMAF
 #define FMA(a, b, c) fmaf(a, b, c) // also keeps the compiler from joining the two parts of ln 2
@@ -70,10 +70,10 @@ INLINE float exp_(float x) {
 void tinyllm_exp(int64_t n, float *x) { for (int64_t i = 0; i < n; i++) x[i] = exp_(x[i]); }
 '''
 
-# %% ../nbs/03a_native.ipynb #19c60ad4
+# %% ../nbs/03a_native.ipynb #717515f4
 C_BASE = C_VECTORS + C_EXP # what every library begins with
 
-# %% ../nbs/03a_native.ipynb #6a8b0e76
+# %% ../nbs/03a_native.ipynb #a06d23d0
 _FREE = ('-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math '
          '-freciprocal-math').split()
 _TRIES = [['-O3', tune, *_FREE, *more, '-std=gnu11', '-shared', '-fPIC']
@@ -111,7 +111,7 @@ def is_built(source:str)->bool:
     "Whether the library was compiled before, so that using it costs nothing"
     return bool((path := library_path(source)) and path.exists())
 
-# %% ../nbs/03a_native.ipynb #bd589f15
+# %% ../nbs/03a_native.ipynb #7b58b3ae
 def build(
     source:str, # C
     folder:Path=None # where the library is kept; none: `cache_folder()`
@@ -137,7 +137,7 @@ def build(
         str(path.parent), 'point TINYLLM_CACHE to a folder that can be written') from None
     return path
 
-# %% ../nbs/03a_native.ipynb #3fe7fc56
+# %% ../nbs/03a_native.ipynb #3d55387e
 INT,REAL,FLOAT,POINTER = ctypes.c_int64,ctypes.c_double,ctypes.c_float,ctypes.c_void_p
 
 @lru_cache

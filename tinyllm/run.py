@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Callable, Iterator, Optional
 from . import __version__
 from .config import Config, RunFailed, TinyLLMError, diff, flatten, load_config, save_config
+from .processes import run_id
 
 # %% ../nbs/12b_run.ipynb #7640bd3f
 log = logging.getLogger('tinyllm')
@@ -123,7 +124,6 @@ def _may_enter(
 
 def launch_id()->Optional[str]: # none without torchrun
     "What all attempts of one torchrun have in common, and two launches have not"
-    from tinyllm.distributed import run_id
     given = run_id()
     return f'{socket.gethostname()}-{os.getppid()}' if given == 'none' else given
 
@@ -450,11 +450,18 @@ def _prepared(
     if share(world, done):
         if world.main: log.info(f'{run} is up to date: all {cfg.train.steps} steps are done')
         return
+    _check_batch(cfg, world.size)
     with first(world):  # the others find what it has made
         tokenizer,tokens = prepare(cfg)
         cfg = _with_vocab(cfg, tokenizer)
         if not checkpoints(run): check_init(cfg, tokenizer)
         return cfg,tokenizer,_open_splits(tokens, tokenizer)
+
+def _check_batch(cfg:Config, processes:int):
+    "Refuse, before any work, a step that cannot be shared out"
+    from tinyllm.data import check_batch_sizes
+    t = cfg.train
+    check_batch_sizes(cfg.model.seq_len, t.tokens_per_step, t.micro_batch_size, processes)
 
 def _resuming(cfg:Config, run:Path)->Config:
     "The next try of one torchrun resumes without being told"
