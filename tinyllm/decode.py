@@ -6,7 +6,7 @@
 __all__ = ['PAGE', 'WORTH_IT', 'why_not', 'big_zeros', 'layer_weights', 'Decoder', 'cache', 'scores', 'Chooser', 'run', 'Recall',
            'speculate', 'pick_decoder']
 
-# %% ../nbs/10b_decode.ipynb #4b348048
+# %% ../nbs/10b_decode.ipynb #8e7d7df0
 import contextlib, ctypes, math, mmap
 import torch
 from .config import TinyLLMError
@@ -15,7 +15,7 @@ from .layers import KVCache
 from .model import Transformer
 from .native import find_compiler
 
-# %% ../nbs/10b_decode.ipynb #ae1b7fd7
+# %% ../nbs/10b_decode.ipynb #d41355d0
 def _names(cfg):
     "The weights that the kernel uses, all or some of which a model has"
     own = 'q_proj.bias k_proj.bias v_proj.bias q_norm.weight k_norm.weight'.split()
@@ -38,7 +38,7 @@ def why_not(
     if model.cfg.mask_stories: return 'stories of one window are masked'
     if not find_compiler() and not kernel_ready(): return 'there is no C compiler'
 
-# %% ../nbs/10b_decode.ipynb #c9aed854
+# %% ../nbs/10b_decode.ipynb #cb1beacb
 PAGE = 2**21 # bytes of a big page
 
 def big_zeros(
@@ -54,7 +54,7 @@ def big_zeros(
     skip = -flat.data_ptr() % PAGE // 4
     return flat[skip:skip+n].view(shape)
 
-# %% ../nbs/10b_decode.ipynb #9a970ee0
+# %% ../nbs/10b_decode.ipynb #48cd1d33
 def _join_gate_up(gate, up, half):
     "Both (hidden_dim, dim), in alternating groups of `half` rows"
     missing = -len(gate) % half
@@ -85,7 +85,7 @@ def layer_weights(
         if f'self_attn.{o}.weight' in w: res[o] = w[f'self_attn.{o}.weight']
     return res
 
-# %% ../nbs/10b_decode.ipynb #8f627517
+# %% ../nbs/10b_decode.ipynb #a2e275a0
 class Decoder:
     "A model's weights as they are now, in the kernel's hands"
     def __init__(self,
@@ -113,7 +113,7 @@ class Decoder:
         self.keep.append(big_zeros(*tensor.shape).copy_(tensor) if big else tensor.clone())
         return self.keep[-1].data_ptr()
 
-# %% ../nbs/10b_decode.ipynb #c9ae4e68
+# %% ../nbs/10b_decode.ipynb #d1c17213
 def _prepare(self:Decoder, cache, rows, n):
     "Room for `n` new tokens of each of `rows` rows"
     shape = rows, n, cache.k.data_ptr(), cache.v.data_ptr(), cache.max_len
@@ -146,7 +146,7 @@ def _place(self:Decoder, tokens, cache, more):
 
 Decoder._prepare,Decoder._place = _prepare,_place
 
-# %% ../nbs/10b_decode.ipynb #7851d40a
+# %% ../nbs/10b_decode.ipynb #416d1551
 def cache(self:Decoder,
     batch:int, # rows B
     max_len:int=None, # room per row [tokens]; none: the context length
@@ -168,7 +168,7 @@ def scores(self:Decoder,
 
 Decoder.cache,Decoder.scores = cache,scores
 
-# %% ../nbs/10b_decode.ipynb #b02ed795
+# %% ../nbs/10b_decode.ipynb #6352ae18
 class Chooser:
     "How a token is chosen from its scores"
     def __init__(self,
@@ -211,7 +211,7 @@ def _not_finite():
     return TinyLLMError('the scores of the next token are not finite', 'sampling',
         'the weights are damaged or training diverged: use an earlier checkpoint')
 
-# %% ../nbs/10b_decode.ipynb #bf78fdc3
+# %% ../nbs/10b_decode.ipynb #a3416513
 def run(self:Decoder,
     tokens:torch.Tensor, # newest token of each row, int64, (B,)
     cache:KVCache, # what came before
@@ -231,7 +231,7 @@ def run(self:Decoder,
 
 Decoder.run = run
 
-# %% ../nbs/10b_decode.ipynb #de278283
+# %% ../nbs/10b_decode.ipynb #01dfa14e
 class Recall:
     "What followed the last time"
     def __init__(self,
@@ -255,7 +255,7 @@ class Recall:
             if at := self.after.get(tuple(self.ids[-n:])): return self.ids[at:at+most]
         return []
 
-# %% ../nbs/10b_decode.ipynb #95260db1
+# %% ../nbs/10b_decode.ipynb #db4c0b51
 def speculate(
     scores, # (tokens (1, T), cache) -> (1, T, vocab_size), adding the tokens to the cache
     choose, # (scores (T, vocab_size), u (T,)) -> ids (T,)
@@ -276,7 +276,7 @@ def speculate(
         for i in new: recall.push(i)
         yield new
 
-# %% ../nbs/10b_decode.ipynb #45451dd3
+# %% ../nbs/10b_decode.ipynb #ec80aec1
 WORTH_IT = 1000 # tokens from which compiling for one text pays
 
 def pick_decoder(

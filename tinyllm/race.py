@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['KINDS', 'race', 'report', 'machine_ways', 'machine', 'bench_machine', 'profile_step', 'plot_shares', 'plot_roof']
 
-# %% ../nbs/15_race.ipynb #1f5c0877
+# %% ../nbs/15_race.ipynb #53282ee1
 import contextlib, os, platform, re, statistics, time
 from pathlib import Path
 import numpy as np
 import torch
 
-# %% ../nbs/15_race.ipynb #69dab62e
+# %% ../nbs/15_race.ipynb #a2428064
 def race(
     ways:dict, # {name: function without arguments}; one may return (wall, cpu) of its own [s]
     rounds:int=5, # how often each way runs, after one run to warm up
@@ -27,7 +27,7 @@ def race(
             if i: res[name].append(own if isinstance(own, tuple) else took)
     return res
 
-# %% ../nbs/15_race.ipynb #68e5cec2
+# %% ../nbs/15_race.ipynb #1453dd34
 def report(
     bench:str, # what was measured
     times:dict, # from `race`
@@ -49,7 +49,7 @@ def report(
             cpu_ratio=statistics.median(ratios[1]) if ratios[1] else None))
     return rows
 
-# %% ../nbs/15_race.ipynb #53956442
+# %% ../nbs/15_race.ipynb #d9e0db5e
 def machine_ways(
     n:int=1024 # side of the matrices
 )->tuple: # ways, work [GFLOP or GB]
@@ -79,7 +79,7 @@ def bench_machine(
     for row in rows: row['unit'] = 'GB/s' if row['way'] == 'copy' else 'GFLOP/s'
     return rows
 
-# %% ../nbs/15_race.ipynb #3b1dc048
+# %% ../nbs/15_race.ipynb #5f685fcb
 KINDS = dict( # kind: what its operations' names begin with, behind `aten::`
     products=('mm', 'addmm', 'linear', 'mkldnn'),
     attention=('_scaled_dot_product', 'bmm', 'baddbmm', '_softmax', '_safe_softmax', 'FusedAttention'),
@@ -92,10 +92,10 @@ def profile_step(
 )->dict: # {kind: share of the time}; `element by element`: norm, rotation, gate, casts
     "Which kinds of operations a step spends its time on"
     step()
-    began = time.perf_counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        began = time.perf_counter()
         for _ in range(rounds): step()
-    wall = (time.perf_counter()-began)*1e6
+        wall = (time.perf_counter()-began)*1e6 # the profiler's own start and end left out
     res = dict.fromkeys([*KINDS, 'element by element'], 0.)
     for e in profile.key_averages():
         name = e.key.removeprefix('aten::').removesuffix('Backward')
@@ -105,7 +105,7 @@ def profile_step(
     res['Python and calls'] = max(0., wall-sum(res.values()))
     return {k:v/sum(res.values()) for k,v in res.items()}
 
-# %% ../nbs/15_race.ipynb #e798fc49
+# %% ../nbs/15_race.ipynb #da16a786
 def plot_shares(
     shares:dict, # {name of a bar: {kind: share}}
     ax=None
@@ -126,7 +126,7 @@ def plot_shares(
     ax.legend(ncols=3, frameon=False, loc='upper center', bbox_to_anchor=(.5, -.05), fontsize=8)
     return ax
 
-# %% ../nbs/15_race.ipynb #d310b545
+# %% ../nbs/15_race.ipynb #6ee4454b
 def plot_roof(
     flops:float, # arithmetic at best [GFLOP/s]
     copy:float, # memory at best [GB/s]

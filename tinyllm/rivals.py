@@ -6,7 +6,7 @@
 __all__ = ['PEERS', 'check_peers', 'hf_config', 'hf_model', 'llama2c_step', 'transformers_step', 'our_step', 'bench_train',
            'write_llama2c', 'write_ids', 'RunC', 'lively', 'plain_text', 'KernelText', 'bench_sample', 'decode_point']
 
-# %% ../nbs/15a_rivals.ipynb #b8e031ce
+# %% ../nbs/15a_rivals.ipynb #088e5a33
 import contextlib, importlib.util, io, os, struct, subprocess, sys, tempfile
 from pathlib import Path
 import torch
@@ -21,7 +21,7 @@ from .race import plot_roof, plot_shares, profile_step, race, report
 from .tokenizer import prepare_tokenizer
 from .training import TrainState, train_step
 
-# %% ../nbs/15a_rivals.ipynb #e9e080c3
+# %% ../nbs/15a_rivals.ipynb #09a0342e
 PEERS = ('transformers', 'llama2c', 'llama.cpp')
 
 def check_peers(
@@ -47,7 +47,7 @@ def _load_file(path:Path):
     spec.loader.exec_module(module)
     return module
 
-# %% ../nbs/15a_rivals.ipynb #9ee730ee
+# %% ../nbs/15a_rivals.ipynb #6a67d4c3
 def hf_config(
     cfg:ModelConfig
 ):
@@ -69,7 +69,7 @@ def hf_model(
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {'lm_head.weight'}
     return peer
 
-# %% ../nbs/15a_rivals.ipynb #d34d47b8
+# %% ../nbs/15a_rivals.ipynb #4300f87c
 def _peer_step(model, loss_of, optimizer, dtype):
     "A step of somebody else's model"
     def step():
@@ -102,7 +102,7 @@ def transformers_step(cfg:ModelConfig, x, dtype=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(.9, .95), weight_decay=.1, fused=True)
     return _peer_step(model, lambda: model(input_ids=x, labels=x).loss, optimizer, dtype)
 
-# %% ../nbs/15a_rivals.ipynb #55cde6c7
+# %% ../nbs/15a_rivals.ipynb #9b5d6579
 def our_step(
     cfg:ModelConfig,
     x:torch.Tensor, # token ids, (B, T)
@@ -140,7 +140,7 @@ def bench_train(
     for row in rows: row['gflops'] = row['rate']*flops_per_token(cfg)/1e9
     return rows
 
-# %% ../nbs/15a_rivals.ipynb #19ddc0be
+# %% ../nbs/15a_rivals.ipynb #5ce5771e
 def write_llama2c(
     model:Transformer, # float32
     path
@@ -172,7 +172,7 @@ def write_ids(
             piece = f'{i} '.encode()
             file.write(struct.pack('<fi', 0., len(piece)) + piece)
 
-# %% ../nbs/15a_rivals.ipynb #0d34eea0
+# %% ../nbs/15a_rivals.ipynb #3bf212ff
 class RunC:
     "llama2.c's run.c with a model, ready to tell"
     def __init__(self,
@@ -205,7 +205,7 @@ class RunC:
         after = os.times()
         return wall,after.children_user+after.children_system-before.children_user-before.children_system
 
-# %% ../nbs/15a_rivals.ipynb #e0967294
+# %% ../nbs/15a_rivals.ipynb #abf24ad0
 def lively(
     cfg:ModelConfig, # shape, with its vocabulary size
     seed:int=3
@@ -238,7 +238,7 @@ class KernelText:
         self.cache.reset()
         return self.decoder.run(torch.ones(self.rows, dtype=torch.int64), self.cache, self.greedy, n)
 
-# %% ../nbs/15a_rivals.ipynb #993f9716
+# %% ../nbs/15a_rivals.ipynb #43b2168a
 def _hf_text(model, rows, n):
     "Greedy by transformers' generate"
     peer,start = hf_model(model).eval(),torch.ones(rows, 1, dtype=torch.int64)
@@ -248,7 +248,7 @@ def _hf_text(model, rows, n):
                                  max_new_tokens=n, min_new_tokens=n, use_cache=True)[:, 1:].T
     return tell
 
-# %% ../nbs/15a_rivals.ipynb #5f1544b0
+# %% ../nbs/15a_rivals.ipynb #cd0a09c9
 def _gguf_text(model, folder, n, threads):
     "Greedy by llama.cpp, one text, cache in float32"
     from llama_cpp import Llama
@@ -263,7 +263,7 @@ def _gguf_text(model, folder, n, threads):
         return torch.tensor([t for t,_ in zip(steps, range(n))])[:, None]
     return tell
 
-# %% ../nbs/15a_rivals.ipynb #589ddb91
+# %% ../nbs/15a_rivals.ipynb #dd324b7d
 def bench_sample(
     cfg:ModelConfig, # shape, with its vocabulary size
     rows:tuple=(1, 16), # texts at a time
@@ -292,7 +292,7 @@ def bench_sample(
     for row in res: row['same_tokens'] = texts[row['way']][:n] == first[:n]
     return res
 
-# %% ../nbs/15a_rivals.ipynb #a4352816
+# %% ../nbs/15a_rivals.ipynb #4ca44c50
 def decode_point(
     cfg:ModelConfig, rows:int, # texts at a time
     rate:float # tokens/s, all rows together
