@@ -8,7 +8,7 @@ __all__ = ['WEIGHTS', 'CLOSE', 'TYPES', 'EXPORTED', 'read_hf_weights', 'read_bin
            'compare', 'export_model', 'may_replace']
 
 # %% ../nbs/12_interop.ipynb #156cf709
-import copy, dataclasses, json, os, pickle, shutil, tempfile
+import copy, dataclasses, json, os, pickle
 from contextlib import contextmanager
 from pathlib import Path
 import torch
@@ -23,6 +23,7 @@ from .huggingface import check_limits, foreign_config, from_tokenizer_json, our_
 from .llama2c import llama2c_notes, read_header, read_llama2c, read_tokenizer_bin
 from .llama2c import write_llama2c, write_tokenizer_bin
 from .model import Transformer, count_params
+from .shards import build_aside
 from .tokenizer import Tokenizer
 
 # %% ../nbs/12_interop.ipynb #8f71d7d6
@@ -197,17 +198,11 @@ def import_model(
 def aside(
     out:Path # what will be made
 ):
-    "A new directory beside it, gone afterwards unless renamed"
+    "A new directory beside it, gone afterwards unless renamed; so are those of killed processes"
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        tmp = Path(tempfile.mkdtemp(prefix=f".{out.name}.making-", dir=out.parent))
-    except OSError as e: raise TinyLLMError(f"cannot be made ({e.strerror})", str(out),
-                                            "choose another --out") from None
-    os.chmod(tmp, 0o755)
-    try: yield tmp
+        with build_aside(out.absolute()) as tmp: yield tmp
     except OSError as e: raise TinyLLMError(f"cannot be written ({e.strerror or e})", str(out),
                                             "make room or choose another --out") from e
-    finally: shutil.rmtree(tmp, ignore_errors=True)
 
 def tuning_config(
     model:ModelConfig, # shape of the imported model

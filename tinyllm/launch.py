@@ -126,7 +126,7 @@ def _checkpoint(words:list)->Path:
     if len(words) != 1: raise TinyLLMError(f'{len(words)} runs are named', 'command line',
                                            'name one run or checkpoint, such as runs/quickstart')
     path,named = Path(words[0]),Path('runs')/words[0]
-    if path.exists() or named.exists(): return path if path.exists() else named
+    if path.exists() or named.exists(): return _ours(path if path.exists() else named)
     runs = sorted(p.parent.name for p in Path('runs').glob('*/checkpoints'))
     raise TinyLLMError(f'there is no run {words[0]!r}', 'command line',
                        f'one of: {", ".join(runs)}' if runs else 'there are no runs here yet')
@@ -192,6 +192,22 @@ def _count(flags:dict, name:str)->Optional[int]:
     raise TinyLLMError(f'--{name}={value} is no whole number above 0', 'command line',
                        f'write --{name}=100')
 
+def _in_flags(e:TinyLLMError)->TinyLLMError:
+    "A message about settings of the corpus, in the flags of `tinyllm eval`"
+    def flags(text):
+        text = re.sub(r'corpus\.source\b', '--on', str(text))
+        return re.sub(r'corpus\.(text_key|separator|on_bad)\b', r'--\1', text)
+    return type(e)(flags(e.what), flags(e.where), flags(e.fix))
+
+def _ours(path:Path)->Path:
+    "Refuse a model that others have written, and name the door"
+    made = path.is_file() and path.suffix in ('.bin', '.gguf') or (
+        (path/'config.json').is_file() and path.parent.name != 'checkpoints' and not (
+            (path/'manifest.json').exists() or (path/'checkpoints').exists()))
+    if made: raise TinyLLMError('is a model, but no run of tinyllm', str(path),
+        f'make it one: tinyllm import {path} --out=runs/{path.stem}')
+    return path
+
 def run_eval(words:list, flags:dict)->dict:
     "Loss, perplexity and bits per byte of a model on a text"
     from tinyllm.checkpoint import load_model
@@ -202,12 +218,14 @@ def run_eval(words:list, flags:dict)->dict:
     if not on: raise TinyLLMError('--on is missing', 'command line',
         'name a text, a folder of shards, or builtin: --on=PATH')
     counts = {k:_count(flags, k) for k in ('stride', 'limit')}
-    corpus = {k:_value(flags, k) for k in ('text_key', 'separator', 'split') if k in flags}
+    own = ('text_key', 'separator', 'on_bad', 'split')
+    corpus = {k:_value(flags, k) for k in own if k in flags}
     device = pick_device(_value(flags, 'device', 'auto'))
     _done(flags, 'eval')
     path = best_checkpoint(path)
     model,_,tokenizer = load_model(path, device)
-    found = evaluate_text(model, tokenizer, on, **counts, **corpus)
+    try: found = evaluate_text(model, tokenizer, on, **counts, **corpus)
+    except TinyLLMError as e: raise _in_flags(e) from e
     return dict(model=str(path), on=str(on)) | found
 
 def run_export(words:list, flags:dict)->dict:
@@ -219,8 +237,9 @@ def run_export(words:list, flags:dict)->dict:
     dtype,version = _value(flags, 'dtype', 'float32'),_value(flags, 'version')
     if version not in (None, '0', '1', '2'): raise TinyLLMError(
         f'--version={version} is no version of llama2.c', 'command line', 'write 0, 1 or 2')
+    overwrite = _flag(flags, 'overwrite')
     _done(flags, 'export')
-    res = export_model(path, to, out, dtype, version and int(version))
+    res = export_model(path, to, out, dtype, version and int(version), overwrite)
     for note in res['notes']: log.warning(f'note: {note}')
     return res
 
@@ -256,11 +275,13 @@ STAGES = dict(
                           'behind the first (default: half the context)',
                           split='of shards: val (default) or train',
                           text_key='key of the text in a JSON record (default: story)',
-                          separator='splits a .txt', device='where to compute') | JSON),
+                          separator='splits a .txt', on_bad='bad records: raise (default) or skip',
+                          device='where to compute') | JSON),
     export=Stage(run_export, 'a run for transformers, llama2.c or llama.cpp', 'RUN', settings=False,
                  flags=dict(to='hf, llama2c or gguf', out='file to write; for hf a folder',
                             dtype='float32 (default), float16, bfloat16 or q8_0',
-                            version='of llama2.c: 0, 1, or 2 (q8_0)') | JSON),
+                            version='of llama2.c: 0, 1, or 2 (q8_0)', overwrite='replace what is '
+                            'there, if it is of the same format') | JSON),
     **{'import': Stage(run_import, 'a model of transformers, llama2.c or llama.cpp as a run', 'PATH',
                        settings=False, flags=dict(out='folder of the run to make', tokenizer='path '
                        'of its tokenizer (default: the one beside or inside)') | JSON)})
