@@ -83,7 +83,8 @@ def foreign_config(
             "max_position_embeddings rms_norm_eps").split()
     if lost := [k for k in need if not isinstance(config.get(k), (int, float))]: raise TinyLLMError(
         f"does not say {', '.join(lost)}", str(where), "copy the whole directory again")
-    fixed = dict(hidden_act="silu", mlp_bias=False, use_sliding_window=False, pretraining_tp=1)
+    fixed = dict(hidden_act="silu", mlp_bias=False, use_sliding_window=False, pretraining_tp=1,
+                 quantization_config=None)
     odd = {k: config[k] for k, v in fixed.items() if config.get(k) not in (None, v)}
     if odd: raise TinyLLMError(f"asks for what our model does not have: {odd}", str(where), fix)
     heads = config["num_attention_heads"]
