@@ -19,7 +19,8 @@ from .checkpoint import save_checkpoint, write_file, write_model
 from .config import Config, ModelConfig, OptimConfig, RunConfig, TinyLLMError
 from .config import TokenizerConfig, TrainConfig, save_config
 from .gguf_file import gguf_notes, read_gguf, write_gguf
-from .huggingface import check_limits, foreign_config, from_tokenizer_json, our_config, run_figures
+from .huggingface import check_limits, foreign_config, from_tokenizer_json, our_config
+from .huggingface import run_figures
 from .llama2c import llama2c_notes, read_header, read_llama2c, read_tokenizer_bin
 from .llama2c import write_llama2c, write_tokenizer_bin
 from .model import Transformer, count_params
@@ -94,14 +95,25 @@ def open_tokenizer(
     except TinyLLMError as e: raise TinyLLMError(e.what, str(path),
         "give a tokenizer.model, a tokenizer.json or llama2.c's tokenizer.bin") from e
 
+_SHAPE = [f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith("rope_")] + [
+    "vocab_size", "dim", "n_layers", "n_heads", "kv_heads", "head_dim", "ffn_dim", "seq_len",
+    "norm_eps", "tie_embeddings", "attention_bias"]
+
+def _config_of(config:dict, where)->ModelConfig:
+    "Our own words, unless the common ones were changed after tinyllm wrote them: these are obeyed"
+    ours = our_config(config, where) if "tinyllm" in config else None
+    if ours and ours.qk_norm: return ours # has no common words
+    theirs = foreign_config(config, where)
+    changed = ours and [k for k in _SHAPE if getattr(ours, k) != getattr(theirs, k)]
+    return theirs if ours is None or changed else ours
+
 def read_hf(
     folder, # of a Llama or a Qwen 2 in Hugging Face's layout
     tokenizer:Tokenizer=None # none: the directory's own
 )->tuple: # model in evaluation mode and float32, Tokenizer
     "Inverse of `write_model`, also for what others wrote"
     folder, config = Path(folder), _json(Path(folder)/"config.json")
-    read = our_config if "tinyllm" in config else foreign_config
-    cfg = dataclasses.replace(read(config, folder/"config.json"), pad_vocab_to=1)
+    cfg = dataclasses.replace(_config_of(config, folder/"config.json"), pad_vocab_to=1)
     check_limits(cfg, folder/"config.json")
     tokenizer = tokenizer or open_tokenizer(folder)
     tensors = our_tensors(read_hf_weights(folder), cfg, folder)
