@@ -8,7 +8,7 @@ __all__ = ['TRAINER_STATE', 'DTYPES', 'HOOKS', 'MANIFEST', 'PICKLES', 'complete_
            'model_tensors', 'hf_tensors', 'our_tensors', 'as_json', 'write_model', 'write_tree', 'read_tree',
            'write_trainer', 'load_weights', 'fsync_dir', 'remove', 'seal', 'commit', 'settle', 'read_manifest',
            'check_sizes', 'verify', 'by_loss', 'keep_steps', 'checkpoints', 'point', 'rotate', 'disk_errors',
-           'gather_all', 'together', 'save_checkpoint', 'find_checkpoint', 'in_order', 'loss_of', 'whole', 'load_model',
+           'together', 'save_checkpoint', 'find_checkpoint', 'in_order', 'loss_of', 'whole', 'load_model',
            'load_trainer', 'saved_world', 'check_fingerprint', 'lock_run']
 
 # %% ../nbs/08_checkpoint.ipynb #7c76c898
@@ -18,10 +18,9 @@ from functools import cache
 from pathlib import Path
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from .config import ModelConfig, RunFailed, TinyLLMError
-from .distributed import World, naming_peers, sum_over
+from .distributed import World, gather_all
 from .huggingface import hf_config, hf_generation, hf_tokenizer, model_card, our_config
 from .huggingface import run_figures
 from .model import Transformer
@@ -391,13 +390,12 @@ def check_sizes(
 
 def verify(
     path, # directory of a checkpoint
-    part:str="" # 'model' or 'trainer': hash these files only
+    wanted=lambda name: True # which files to hash; of a large run all would take minutes
 )->dict: # its manifest
     "Is every file there, bit for bit? Otherwise an error that names it"
     m = check_sizes(path)
     for name, note in m["files"].items():
-        if part and (part == "trainer") != name.startswith("trainer/"): continue
-        if _forgotten(Path(path), name): continue
+        if not wanted(name) or _forgotten(Path(path), name): continue
         try:
             with open(Path(path)/name, "rb") as f: found = hashlib.file_digest(f, "sha256")
         except OSError as e: raise TinyLLMError(f"cannot be read ({e.strerror})",
@@ -480,19 +478,6 @@ def disk_errors(
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
         raise RunFailed(f"{what} ({e.strerror or e})", str(path),
             "earlier checkpoints are whole; " + ("free some space" if full else "check the disk and its permissions")) from e
-
-def gather_all(
-    world:World,
-    value # of this process: plain values in lists and dicts
-)->list: # of each process, known to all of them
-    "Every process tells the others something, as JSON"
-    if world.size == 1: return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = sum_over(world, *[len(data)*(r == world.rank) for r in range(world.size)])
-    table = torch.zeros(world.size, int(max(sizes)), dtype=torch.uint8, device=world.device)
-    table[world.rank,:len(data)] = data
-    with naming_peers(world): dist.all_reduce(table) # elsewhere the row is zero
-    return [json.loads(bytes(row[:int(n)].cpu().numpy())) for row, n in zip(table, sizes)]
 
 @contextmanager
 def together(
@@ -608,11 +593,12 @@ def loss_of(
 # %% ../nbs/08_checkpoint.ipynb #cbb3dd86
 def whole(
     path, # a run or a checkpoint
-    part:str # 'model' or 'trainer'
+    wanted # file name -> whether it will be read
 )->Path: # directory of a checkpoint
-    "A checkpoint of which one part has been verified (of a large model that saves minutes)"
-    path = Path(path).resolve() if (Path(path)/MANIFEST).is_file() else find_checkpoint(path)
-    verify(path, part)
+    "A checkpoint of which the files that will be read have been verified"
+    if not (Path(path)/MANIFEST).is_file(): return find_checkpoint(path) # has verified all
+    path = Path(path).resolve()
+    verify(path, wanted)
     return path
 
 def load_model(
@@ -621,7 +607,7 @@ def load_model(
     dtype=None # of the weights, 'bfloat16' or torch.bfloat16; None: float32 as trained
 )->tuple: # model in evaluation mode, its ModelConfig, Tokenizer
     "A model ready to use, and the tokenizer that belongs to it"
-    path = whole(path, "model")
+    path = whole(path, lambda name: not name.startswith("trainer/"))
     cfg = our_config(json.loads((path/"config.json").read_bytes()), path/"config.json")
     tokenizer = Tokenizer(path/"tokenizer.model")
     check_fingerprint(path, tokenizer)
@@ -636,12 +622,13 @@ def load_trainer(
     world:World=World() # process that asks, among how many
 )->dict: # everything in TRAINER_STATE; tensors on the CPU
     "State of the trainer; `rng` and `hook` are this process's, None where it has none"
-    path = whole(path, "trainer")
+    mine = f"rank-{world.rank}.safetensors"
+    path = whole(path, {"trainer/state.json", "trainer/rank-0.safetensors", f"trainer/{mine}",
+                        f"{HOOKS}/{mine}"}.__contains__)
     if not (path/"trainer").exists(): raise TinyLLMError("holds a model only, no run to go on with",
         str(path), "start a new run from these weights")
     spec = json.loads((path/"trainer/state.json").read_bytes())
     trainer = unpack_tree(spec, read_tensors(path/"trainer/rank-0.safetensors"))
-    mine = f"rank-{world.rank}.safetensors"
     if world.rank:
         known = (path/"trainer"/mine).exists()
         trainer["rng"] = read_tree(path/"trainer"/mine)["rng"] if known else None

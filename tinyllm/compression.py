@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from .config import DistributedConfig, TinyLLMError
+from .config import DistributedConfig
 
 # %% ../nbs/07a_compression.ipynb #d7f1fdf8
 class Channel:

@@ -41,7 +41,7 @@ def _check(
     name = _SECTION_OF[type(section)]
     bad = [f'{name}.{f}={v!r} must be {rule}' for f,ok,rule in rules
            if (v := getattr(section, f)) is not None and not ok(v)]
-    if bad: raise TinyLLMError(' and '.join(bad), 'config', f'see `tinyllm train --help`')
+    if bad: raise TinyLLMError(' and '.join(bad), 'config', 'see `tinyllm train --help`')
 
 def _positive(v): return v > 0
 def _not_negative(v): return v >= 0

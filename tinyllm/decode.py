@@ -68,7 +68,7 @@ def layer_weights(
 )->dict: # field of `CLayer` to tensor
     "One layer's weights as the kernel reads them"
     block = model.model.layers[layer]
-    attn,mlp,norms = block.self_attn,block.mlp,(block.input_layernorm, block.post_attention_layernorm)
+    attn,norms = block.self_attn,(block.input_layernorm, block.post_attention_layernorm)
     before,after = (o.weight.detach() for o in norms)
     projections = attn.q_proj, attn.k_proj, attn.v_proj
     w = {n:p.detach() for n,p in block.named_parameters()}

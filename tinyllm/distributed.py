@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['World', 'PeerLost', 'about_peers', 'naming_peers', 'call_roll', 'meet', 'open_world', 'sum_over', 'any_over',
-           'barrier', 'share', 'same_on_all', 'first']
+           'barrier', 'gather_all', 'share', 'same_on_all', 'first']
 
 # %% ../nbs/07_distributed.ipynb #b4c3e96f
 import hashlib, json, os, re, socket, threading, time, uuid
@@ -218,18 +218,25 @@ def barrier(world:World):
     sum_over(world, 0)
 
 # %% ../nbs/07_distributed.ipynb #48ee3403
+def gather_all(
+    world:World,
+    value # of this process: plain values in lists and dicts
+)->list: # of each process, known to all of them
+    "Every process tells the others something, as JSON"
+    if world.size == 1: return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = sum_over(world, *[len(data)*(r == world.rank) for r in range(world.size)])
+    table = torch.zeros(world.size, int(max(sizes)), dtype=torch.uint8, device=world.device)
+    table[world.rank,:len(data)] = data
+    with naming_peers(world): dist.all_reduce(table) # elsewhere the row is zero
+    return [json.loads(bytes(row[:int(n)].cpu().numpy())) for row,n in zip(table, sizes)]
+
 def share(
     world:World,
     value=None # of rank 0: plain values in lists and dicts; others' are ignored
 ): # rank 0's value
-    "Hand a plain value of rank 0's to everybody, as JSON"
-    if world.size == 1: return value
-    data = json.dumps(value).encode() if world.main else b''
-    length = int(sum_over(world, len(data))[0])
-    t = torch.zeros(length, dtype=torch.uint8, device=world.device)
-    if world.main: t.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    with naming_peers(world): dist.broadcast(t, 0)
-    return json.loads(bytes(t.cpu().numpy()))
+    "Hand a plain value of rank 0's to everybody"
+    return gather_all(world, value if world.main else None)[0]
 
 def same_on_all(
     world:World,
@@ -237,11 +244,8 @@ def same_on_all(
     what:str='the settings' # name of it
 ):
     "Refuse to go on when the processes do not agree on something"
-    if world.size == 1: return
-    mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-    every = [torch.zeros_like(mine, device=world.device) for _ in range(world.size)]
-    with naming_peers(world): dist.all_gather(every, mine.to(world.device))
-    differ = [r for r,o in enumerate(every) if not torch.equal(o, every[0])]
+    every = gather_all(world, hashlib.sha256(text.encode()).hexdigest())
+    differ = [r for r,o in enumerate(every) if o != every[0]]
     if differ: raise TinyLLMError(
         f'{what} of rank {", ".join(map(str, differ))} differ from those of rank 0', 'distributed',
         'start every process with the same code, settings and files')

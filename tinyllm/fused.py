@@ -295,7 +295,7 @@ def fused_loss(
     dtype:torch.dtype # of the products: float32 or bfloat16
 )->tuple: # sum of the losses [nats]; number of real targets
     "What `model.loss` returns, in fewer passes through memory"
-    c,(B,T) = model.cfg,tokens.shape
+    c,T = model.cfg,tokens.shape[1]
     check_tokens(tokens, c, model.training)
     check_targets(targets, tokens, c)
     if c.pad_id is not None: targets = targets.masked_fill(targets == c.pad_id, -100)

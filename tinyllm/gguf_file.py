@@ -9,7 +9,6 @@ __all__ = ['PARTS', 'TYPES', 'FILE_TYPE', 'gguf_misfits', 'gguf_keys', 'gguf_con
 # %% ../nbs/11b_gguf.ipynb #23836a49
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 import numpy as np
 import torch
 from .checkpoint import load_weights, model_tensors

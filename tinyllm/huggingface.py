@@ -10,9 +10,10 @@ __all__ = ['ARCHITECTURES', 'LONGEST', 'DEEPEST', 'NORMAL', 'UNKNOWN', 'CONTROL'
 
 # %% ../nbs/06a_huggingface.ipynb #a2c5716f
 import base64, json, math, re, struct
-from dataclasses import asdict, fields, replace
+from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
-from .config import Config, ModelConfig, TinyLLMError, load_config
+from .config import ModelConfig, TinyLLMError, load_config
 from .tokenizer import Tokenizer, proto_fields
 
 # %% ../nbs/06a_huggingface.ipynb #be9bc393
@@ -315,11 +316,11 @@ def run_figures(
     try: settings = load_config(file=run/"config.yaml") if (run/"config.yaml").exists() else None
     except TinyLLMError: settings = None # of another version: the weights are saved all the same
     log = (run/"metrics.jsonl").read_bytes() if (run/"metrics.jsonl").exists() else b""
-    for line in log.splitlines():
+    for line in reversed(log.splitlines()): # the last evaluation is near the end
         if b'"event":"eval"' not in line: continue
-        try: row = json.loads(line)
-        except ValueError: continue # torn
-        if row.get("step", math.inf) <= step: best = row
+        with suppress(ValueError): best = json.loads(line) # else torn
+        if best.get("step", math.inf) <= step: break
+        best = {}
     return dict(settings=settings, step=step, eval=best)
 
 def model_card(

@@ -15,8 +15,8 @@ from .config import Config, PRESETS, RunFailed, SampleConfig, TinyLLMError, all_
 from .config import check_overrides, load_config, make_parser
 from .processes import die_of_ctrl_c, follow_parent, launch_local, note_exit
 from .processes import under_torchrun
-from .run import _check_batch, _open_splits, comparable, dry_run, log, prepare
-from .run import prepare_corpus, prepare_tokenizer, summary, train, train_events
+from .run import _check_batch, _open_splits, dry_run, log, prepare, prepare_corpus
+from .run import prepare_tokenizer, train
 
 # %% ../nbs/13_launch.ipynb #f98b4aae
 SWITCHES = ('json', 'stream', 'resume', 'dry_run', 'gpu')  # alone, or with true or false

@@ -12,7 +12,7 @@ from typing import Callable
 from fastcore.basics import patch
 from . import views
 from .config import Config, TinyLLMError
-from .launch import train_events
+from .run import train_events
 from .metrics import curve, show_mfu, text_graph
 from .widgets import Pace, bundle, explain, find_ipywidgets, row, stack, stderr
 

@@ -8,9 +8,8 @@ __all__ = ['NAMES', 'MAGIC', 'to_neighbours', 'to_halves', 'quantize_q8', 'dequa
            'llama2c_notes']
 
 # %% ../nbs/11a_llama2c.ipynb #6e829858
-import io, re, struct
+import re, struct
 from dataclasses import replace
-from pathlib import Path
 import numpy as np
 import torch
 from .checkpoint import load_weights, model_tensors

@@ -198,19 +198,20 @@ def _note_backward(self:Parallel, before:Optional[tuple]):
     grad = next(p for p in self.model.parameters() if p.grad is not None)
     start,end,self._start = self._start,_now(grad),None
     self.comm = dict(span=(start, end))
-    if self.strategy != 'ddp': return
-    shapes,plain = [p.shape for p in self.model.parameters()],replace(self.cfg, compression='none')
-    self.comm |= dict(full_bytes=message_bytes(shapes, plain),
-                      sent_bytes=message_bytes(shapes, self.cfg))
-    if before: self.comm |= dict(sent_bytes=self.hook.channel.bytes - before[0],
-                                 comm_ms=1000*(self.hook.channel.seconds - before[1]))
+    if before: self.comm.update(sent_bytes=self.hook.channel.bytes - before[0],
+                                comm_ms=1000*(self.hook.channel.seconds - before[1]))
 
 @patch
 def last_backward(self:Parallel)->dict: # backward_ms, full_bytes, sent_bytes, comm_ms if known
     "The last backward pass of the last step, its messages included; waits for a GPU"
-    comm = dict(self.comm)
-    span = comm.pop('span', None)
-    return comm | dict(backward_ms=_ms_between(*span)) if span else comm
+    if not self.comm: return {}
+    counted = dict(self.comm)
+    comm = dict(backward_ms=_ms_between(*counted.pop('span')))
+    if self.strategy == 'ddp':
+        shapes,plain = [p.shape for p in self.model.parameters()],replace(self.cfg, compression='none')
+        comm.update(full_bytes=message_bytes(shapes, plain),
+                    sent_bytes=message_bytes(shapes, self.cfg))
+    return comm | counted
 
 # %% ../nbs/07b_parallel.ipynb #7bd66ac2
 @patch

@@ -6,10 +6,10 @@
 __all__ = ['KINDS', 'race', 'report', 'machine_ways', 'machine', 'bench_machine', 'profile_step', 'plot_shares', 'plot_roof']
 
 # %% ../nbs/15_race.ipynb #53282ee1
-import contextlib, os, platform, re, statistics, time
-from pathlib import Path
+import os, platform, statistics, time
 import numpy as np
 import torch
+from .run import processor
 
 # %% ../nbs/15_race.ipynb #a2428064
 def race(
@@ -63,10 +63,7 @@ def machine_ways(
 
 def machine()->dict:
     "Name and versions, without which no figure can be compared"
-    name = platform.processor()
-    with contextlib.suppress(OSError):
-        name = re.search(r'model name\s*: (.*)', Path('/proc/cpuinfo').read_text())[1]
-    return dict(processor=name, cores=os.cpu_count(), threads=torch.get_num_threads(),
+    return dict(processor=processor(), cores=os.cpu_count(), threads=torch.get_num_threads(),
                 system=platform.system(), python=platform.python_version(), torch=torch.__version__,
                 date=time.strftime('%Y-%m-%d'))
 

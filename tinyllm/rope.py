@@ -11,7 +11,7 @@ import math
 import torch
 from torch import nn
 from .config import ModelConfig
-from .layers import Rope, rope_frequencies, rope_tables
+from .layers import Rope, rope_frequencies
 
 # %% ../nbs/04a_rope.ipynb #5a7a6b4f
 def turns(

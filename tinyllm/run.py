@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'FIXED', 'FREE', 'KNOWN_LATER', 'TIMES', 'prepare_corpus', 'prepare_tokenizer', 'prepare_data', 'prepare',
-           'launch_id', 'provenance', 'build', 'train_events', 'stop_on_signal', 'train', 'summary', 'dry_run',
-           'comparable']
+           'launch_id', 'provenance', 'processor', 'build', 'train_events', 'stop_on_signal', 'train', 'summary',
+           'dry_run', 'comparable']
 
 # %% ../nbs/12b_run.ipynb #05ccfdf4
 import contextlib, dataclasses, itertools, json, logging
@@ -151,11 +151,11 @@ def provenance(
     return dict(tinyllm=__version__, commit=commit, python=platform.python_version(),
                 torch=torch.__version__, numpy=numpy.__version__,
                 sentencepiece=sentencepiece.__version__, threads=torch.get_num_threads(),
-                machine=platform.machine(), system=platform.system(), processor=_processor(),
+                machine=platform.machine(), system=platform.system(), processor=processor(),
                 device=device, dtype=str(state.dtype).removeprefix('torch.'), fused=state.path,
                 processes=state.world.size, backend=state.world.backend, launch=launch_id())
 
-def _processor()->str:
+def processor()->str:
     "The processor's name"
     with contextlib.suppress(OSError):
         for line in Path('/proc/cpuinfo').read_text().splitlines():
@@ -279,7 +279,7 @@ def _evaluator(
     sets = {s:eval_batches(split, T, t.eval_tokens, t.micro_batch_size, align, world.rank,
                            world.size, cfg.model.pad_id) for s,split in splits.items()}
     def losses(state):
-        sharded = state.parallel.loss if _sharded(state) else None
+        sharded = state.parallel.loss if state.parallel.strategy == 'fsdp' else None
         train,val = (evaluate(state.model, sets[s], tokenizer.token_bytes, tokenizer.bos_id,
                               state.autocast, sharded, world) for s in ('train', 'val'))
         res = dict(train_loss=train['loss'], val_loss=val['loss'],
@@ -288,10 +288,6 @@ def _evaluator(
                              floor_bits_per_byte=bits_per_byte(floor['nats'], val['n_bytes']))
         return res
     return losses
-
-def _sharded(state)->bool:
-    "Whether no process has the whole model"
-    return state.world.size > 1 and state.cfg.distributed.strategy == 'fsdp'
 
 def _parts(
     cfg:Config,
@@ -329,7 +325,7 @@ class _Saver:
         state = self.state
         trainer = state.state_dict() | dict(data=self.data)
         model = SimpleNamespace(cfg=state.model.cfg, state_dict=state.parallel.model_state)
-        if _sharded(state):  # gathered by all of them together
+        if state.parallel.strategy == 'fsdp':  # gathered by all of them together
             weights = model.state_dict()
             model.state_dict = lambda: weights
         try:
@@ -383,7 +379,7 @@ def _whole_model(state):
     "The model to tell stories with; shards are put together for it on rank 0"
     from tinyllm.checkpoint import rng_state, set_rng_state
     from tinyllm.model import Transformer
-    if not _sharded(state): return state.model
+    if state.parallel.strategy != 'fsdp': return state.model
     weights = state.parallel.model_state()
     if not state.world.main: return None
     before = rng_state()
@@ -430,12 +426,12 @@ def train_events(
 
 def _agree(cfg:Config, world):
     "Refuse settings that the processes do not share, save for who runs what where"
-    from tinyllm.distributed import same_on_all, share, sum_over
+    from tinyllm.distributed import gather_all, same_on_all
     own = ('train.device', 'distributed.interface', 'data.dir', 'run.dir')
     same_on_all(world, __version__, 'the versions of tinyllm')
     mine = {k:repr(v) for k,v in flatten(cfg).items() if k not in own}
-    apart = sum_over(world, *(mine[k] != v for k,v in share(world, mine).items()))
-    names = [k for k,n in zip(mine, apart) if n]
+    every = gather_all(world, mine)
+    names = [k for k in mine if any(o[k] != mine[k] for o in every)]
     if names: raise TinyLLMError(f'{", ".join(names)}: not the same for all processes',
                                  'distributed', 'start every process with the same settings')
 

@@ -14,7 +14,6 @@ from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 import torch
-import torch.nn.functional as F
 from .checkpoint import load_model
 from .config import SampleConfig, TinyLLMError
 from .decode import Chooser, pick_decoder, speculate as guess_and_check
