@@ -41,5 +41,5 @@ def plot_positions(
         ax.plot(at, means, '.-', color=f'C{i}', label=name)
     ax.axvline(context, color='gray', lw=1)
     ax.set(xlabel='position', ylabel='loss [nats/token]')
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc='upper center', ncols=3)
     return ax

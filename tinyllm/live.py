@@ -164,11 +164,11 @@ def status_line(
     "The numbers of the moment"
     train,val = record.last.get('train', {}),record.last.get('eval', {})
     parts = [state, f'step {record.step}' + (f' of {steps}' if steps else '')]
-    for row,key,name,form in (
+    for event,key,name,form in (
         (train, 'loss', 'loss', '.3f'), (val, 'val_loss', 'validation', '.3f'),
         (val, 'floor_loss', 'floor', '.3f'), (train, 'lr', 'rate', '.2e'),
         (train, 'grad_norm', 'gradient norm', '.2f'), (train, 'tokens_per_s', 'tokens/s', ',.0f')):
-        if row.get(key) is not None: parts.append(f'{name} {row[key]:{form}}')
+        if event.get(key) is not None: parts.append(f'{name} {event[key]:{form}}')
     if 'mfu' in train: parts.append(f'MFU {show_mfu(train["mfu"])}')
     return ' · '.join(parts)
 
