@@ -161,6 +161,9 @@ def free_port()->int:
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]
 
+# a process may stumble over PyTorch's threads after its last line, which is not what is asked
+_LEAVE = 'import os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)'
+
 def run_ranks(
     size:int, # processes
     source:str, # a Python script that each of them runs
@@ -174,7 +177,7 @@ def run_ranks(
                OMP_NUM_THREADS=1) | env
     with tempfile.TemporaryDirectory() as d:
         path = Path(d, 'ranks.py')
-        path.write_text(source)
+        path.write_text(f'{source}\n{_LEAVE}')
         children = [subprocess.Popen(
             [sys.executable, str(path)], text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=os.environ | {
