@@ -155,15 +155,23 @@ class ModelConfig:
     residual_float32:bool = True # under autocast the residual stream stays float32
     def __post_init__(self): _check_model(self)
     @property
-    def head_dim(self)->int: return self.head_size or self.dim//self.n_heads
+    def head_dim(self)->int:
+        "Width of one head"
+        return self.head_size or self.dim//self.n_heads
     @property
-    def kv_heads(self)->int: return self.n_kv_heads or self.n_heads
+    def kv_heads(self)->int:
+        "Key and value heads there are"
+        return self.n_kv_heads or self.n_heads
     @property
     def ffn_dim(self)->int:
+        "Width of the feed-forward (Touvron et al. 2023, section 2.2)"
         return self.hidden_dim or -(-int(8*self.dim/3)//self.multiple_of)*self.multiple_of
     @property
-    def padded_vocab(self)->int: return -(-self.vocab_size//self.pad_vocab_to)*self.pad_vocab_to
+    def padded_vocab(self)->int:
+        "Rows of the embedding"
+        return -(-self.vocab_size//self.pad_vocab_to)*self.pad_vocab_to
     def dropout_of(self, place:str)->float: # `attn`, `resid` or `mlp`
+        "Share of activations dropped at a place"
         own = dict(attn=self.attn_dropout, resid=self.resid_dropout, mlp=self.mlp_dropout)[place]
         return self.dropout if own is None else own
 

@@ -35,7 +35,9 @@ class BadRecord:
     fix:str='mend it, or leave such records out with corpus.on_bad=skip' # what to do about it
     where:str='' # file, and record or line
 
-    def error(self)->TinyLLMError: return TinyLLMError(self.reason, self.where, self.fix)
+    def error(self)->TinyLLMError:
+        "The exception that says so"
+        return TinyLLMError(self.reason, self.where, self.fix)
 
 # %% ../nbs/01b_corpus.ipynb #4c2a94a9
 def check_text(
@@ -58,12 +60,16 @@ def check_text(
 # %% ../nbs/01b_corpus.ipynb #4e634e02
 FORMATS = ('.json', '.jsonl', '.txt')
 
-def file_format(path)->str|None:
+def file_format(
+    path # a file's name, or its path
+)->str|None:
     "Which of `FORMATS` a file name stands for, whether or not `.gz` follows"
     suffix = PurePosixPath(str(path).lower().removesuffix('.gz')).suffix
     return suffix if suffix in FORMATS else None
 
-def natural_key(path)->tuple:
+def natural_key(
+    path # a file
+)->tuple: # texts and numbers in turn, then the name
     "Sort key that compares runs of digits as numbers"
     name = Path(path).as_posix()
     return [int(o) if i%2 else o for i,o in enumerate(re.split('([0-9]+)', name))], name
@@ -144,7 +150,7 @@ class JsonWindow:
             if self.pos < len(self.text) or self.at_end: return self.text[self.pos:self.pos+1]
             self.grow()
 
-    def value(self):
+    def value(self): # what `json.loads` makes of it
         "Parse the next value"
         self.peek()
         while True:
@@ -158,7 +164,10 @@ class JsonWindow:
                     return value
             self.grow()
 
-    def near_edge(self, pos:int)->bool: # where an escape (12 characters for 🎈) may be cut, or a number
+    def near_edge(self,
+        pos:int # place in the window
+    )->bool:
+        "Whether an escape (12 characters for 🎈) or a number may be cut at the window's end"
         return len(self.text)-pos < 12
 
 # %% ../nbs/01b_corpus.ipynb #0bf4fef9
@@ -313,12 +322,12 @@ def hash_files(
     "Hash files, reading again only those that changed"
     known,hashes,new = cache and read_note(cache) or {},[],{}
     for path in tqdm(files, desc='hashing', unit='file', leave=False, delay=2):
-        stat,key = path.stat(),str(path.resolve())
+        stat,key,now = path.stat(),str(path.resolve()),time.time()
         state = [stat.st_size, stat.st_mtime_ns]
         if known.get(key, [])[:2] == state: sha256 = known[key][2]
         else:
             sha256 = sha256_of(path)
-            settled = time.time() - stat.st_mtime > 2 # [s]
+            settled = now - stat.st_mtime > 2 # when the reading began [s]
             if settled and stat.st_size >= CACHE_MIN_BYTES: new[key] = state + [sha256]
         hashes.append(sha256)
     try: cache and new and write_json(cache, known | new)
@@ -332,7 +341,11 @@ class Skipped:
     count:int=0 # bad records
     first:list=field(default_factory=list) # the first few, as one-line messages
 
-    def add(self, bad:BadRecord, keep:int=10):
+    def add(self,
+        bad:BadRecord,
+        keep:int=10 # messages kept at most
+    ):
+        "Count one more"
         self.count += 1
         if self.count <= keep: self.first.append(f'{bad.where}: {bad.reason}')
 

@@ -37,7 +37,10 @@ def read_note(path:Path)->dict|None:
     return note if isinstance(note, dict) else None
 
 # %% ../nbs/01a_download.ipynb #17bb321b
-def disk_error(e:OSError, path)->TinyLLMError:
+def disk_error(
+    e:OSError, # what the system says
+    path # what messages call the file or folder
+)->TinyLLMError:
     "An error of the operating system, in one line"
     fix = ('make room, then run again: it goes on where it stopped' if e.errno == errno.ENOSPC
            else 'choose a folder you may write to with data.dir')

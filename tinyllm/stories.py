@@ -74,13 +74,20 @@ def parse_rule(
     return Rule(alts, tuple(itertools.accumulate(a.p for a in alts[:-1])))
 
 # %% ../nbs/01_stories.ipynb #a1a68a82
-def slots(*templates)->list: # the `Slot`s of templates
+def slots(
+    *templates # strings and `Slot`s, as from `parse_template`
+)->list: # of `Slot`
+    "The holes of templates, in order"
     return [s for t in templates for s in t if type(s) is Slot]
 
-def templates(rule:Rule)->list: # everything that a symbol can write
+def templates(rule:Rule)->list: # of templates
+    "Everything that a symbol can write"
     return [t for a in rule.alts for t in (a.items, *a.attrs.values())]
 
-def sources(rules:dict)->dict: # variable -> symbol it is drawn from
+def sources(
+    rules:dict # symbol -> `Rule`
+)->dict: # variable -> symbol
+    "What each variable is drawn from"
     return {s.var: s.sym for r in rules.values() for s in slots(*templates(r)) if s.sym and s.var}
 
 def slot_fault(
@@ -166,7 +173,8 @@ def choices(
     return [(w, a.attrs[slot.attr] if slot.attr else a.items,
              frozenset((env | {slot.var: a} if keep else env).items())) for w,a in ways]
 
-def logaddexp(a, b): # log(exp(a)+exp(b)), for a and b above -inf
+def logaddexp(a:float, b:float)->float: # both above -inf
+    "log(exp(a)+exp(b)) without leaving the logarithms"
     return max(a, b) + math.log1p(math.exp(-abs(a-b)))
 
 # %% ../nbs/01_stories.ipynb #aae82f0d
@@ -293,10 +301,16 @@ class Grammar:
         return count_plans(self.rules, self.start)
 
 # %% ../nbs/01_stories.ipynb #d2069c91
-def ends_sentence(items:tuple)->bool: # does the template hold the end of a sentence?
+def ends_sentence(
+    items:tuple # template
+)->bool:
+    "Does a template hold the end of a sentence?"
     return any(type(i) is str and re.search(r"[.!?]", i) for i in items)
 
-def count_plans(rules, items)->int:
+def count_plans(
+    rules:dict, # symbol -> `Rule`
+    items:tuple # template
+)->int:
     "Ways to choose the sentence patterns of a template"
     n = 1
     for s in slots(items):
