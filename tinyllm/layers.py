@@ -25,6 +25,7 @@ class RMSNorm(nn.Module):
     def forward(self,
         x:torch.Tensor # activations, (..., dim)
     )->torch.Tensor: # same shape and type as `x`
+        "Normalise the last axis, in float32"
         h = x.float() # squares of float16 overflow above 255, of bfloat16 keep 3 digits
         h = h*torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         return (h*self.weight).to(x.dtype)
@@ -186,7 +187,9 @@ class KVCache:
         self.reset(pad)
 
     @property
-    def max_len(self): return self.k.shape[3]
+    def max_len(self)->int: # [tokens]
+        "Room per row"
+        return self.k.shape[3]
 
     def reset(self,
         pad:torch.Tensor=None # padding in front of each row [tokens], (B,)
@@ -247,6 +250,7 @@ class Attention(nn.Module):
         mask:torch.Tensor=None, # from `attention_mask`
         cache:KVCache=None # earlier keys and values; these are added
     )->torch.Tensor: # what attention adds to the stream, (B, T, dim)
+        "Look back from each position"
         B,T,_ = x.shape
         q,k,v = (proj(x).view(B, T, -1, self.head_dim) # each (B, T, heads, head_dim)
                  for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -270,6 +274,7 @@ class SwiGLU(nn.Module):
     def forward(self,
         x:torch.Tensor # normed stream, (B, T, dim)
     )->torch.Tensor: # what the layer adds to the stream, (B, T, dim)
+        "Work on each position alone"
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
 # %% ../nbs/04_layers.ipynb #a33ffc15
@@ -293,5 +298,6 @@ class Block(nn.Module):
         mask:torch.Tensor=None, # from `attention_mask`
         cache:KVCache=None # earlier keys and values
     )->torch.Tensor: # residual stream, (B, T, dim)
+        "Add what attention and feed-forward find"
         x = x + self.resid_dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, cache))
         return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)))

@@ -63,7 +63,7 @@ def dynamic_frequencies(
     original_len:int, # context of the training L [tokens]
     length:int # positions of this text T [tokens]
 )->torch.Tensor: # radians per position, float64, (head_dim/2,)
-    "Dynamic NTK: the base grows with the length (Peng et al. 2023, appendix A.2)"
+    "Dynamic NTK: the base grows with the length (Peng et al. 2023, §3.3)"
     grow = factor*max(length, original_len)/original_len - (factor-1)
     return rope_frequencies(head_dim, theta*grow**(head_dim/(head_dim-2)))
 
