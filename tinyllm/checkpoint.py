@@ -90,7 +90,7 @@ def tensor_bytes(
 def safetensors_chunks(
     tensors:dict, # name -> tensor
     metadata:dict|None=None # name -> text
-):
+): # an iterator of bytes and memoryviews
     "The bytes of a safetensors file, piece by piece"
     names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)) # keeps them aligned
     header, end = {"__metadata__": metadata} if metadata else {}, 0
@@ -161,7 +161,7 @@ def pack_tree(
 def unpack_tree(
     spec, # description from `pack_tree`
     tensors:dict # name -> tensor
-):
+): # the tree
     "Inverse of `pack_tree`"
     if not isinstance(spec, dict): return spec
     (kind, value), = spec.items()
@@ -214,7 +214,9 @@ def our_tensors(
                 "the embedding", f"{where}: lm_head.weight", "set tie_word_embeddings to false")
     return out
 
-def as_json(x)->list: # chunks for `write_file`
+def as_json(
+    x # plain values that JSON knows
+)->list: # chunks for `write_file`
     "A JSON file, readable for people"
     return [(json.dumps(x, indent=1, allow_nan=False) + "\n").encode()]
 
@@ -318,7 +320,9 @@ def remove(
         path = path.rename(aside)
     shutil.rmtree(path)
 
-def seal(x)->str: # sha256
+def seal(
+    x # plain values that JSON knows
+)->str: # sha256
     "Hash of a JSON value"
     return hashlib.sha256(json.dumps(x, sort_keys=True).encode()).hexdigest()
 

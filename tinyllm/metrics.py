@@ -67,7 +67,7 @@ def read_metrics(
 def tensorboard_writer(
     folder, # where TensorBoard's event files go
     purge_step:int|None=None # events of this step and later are hidden (after a resume)
-):
+): # a SummaryWriter
     "TensorBoard's own writer, imported only when asked for"
     try: from torch.utils.tensorboard import SummaryWriter
     except ImportError as e: raise TinyLLMError("TensorBoard is not installed",
@@ -311,7 +311,9 @@ def curve(
         if (event is None or r.get("event") == event) and isinstance(r.get(key), (int, float))]
     return [s for s, _ in pairs], [v for _, v in pairs]
 
-def run_name(path)->str: # for legends
+def run_name(
+    path # a run directory or its metrics.jsonl
+)->str: # for legends
     "Name of a run from its directory or log"
     path = Path(path)
     return path.resolve().parent.name if path.suffix == ".jsonl" else path.resolve().name
@@ -321,7 +323,7 @@ def plot_loss(
     path, # a run directory or its metrics.jsonl
     ax=None, # matplotlib axes, made when None
     color=None # colour of the run
-):
+): # the axes
     "Loss, validation loss and floor of one run"
     if ax is None:
         from matplotlib import pyplot as plt
@@ -340,7 +342,7 @@ def plot_loss(
 def plot_runs(
     paths, # run directories or logs; a single one may stand without a list
     ax=None # three matplotlib axes, made when None
-):
+): # the axes: loss, learning rate, gradient norm
     "Loss, learning rate and gradient norm, several runs side by side"
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not paths: raise TinyLLMError("no run to plot", "plot_runs([])", "name at least one run")

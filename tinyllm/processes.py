@@ -169,7 +169,7 @@ def run_ranks(
     source:str, # a Python script that each of them runs
     ranks=None, # start only these of them
     port:Optional[int]=None, # where they meet; none: a free port
-    limit_s:float=120., # all are killed after this [s]
+    limit_s:float=300., # all are killed after this [s]
     **env # further environment variables
 )->list: # (exit code, output) of each
     "Run a script as a group of processes on this machine, without a launcher"

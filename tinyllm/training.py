@@ -63,7 +63,7 @@ class TrainState:
         "Tokens trained on so far, which is the position in the data"
         return self.step*self.cfg.train.tokens_per_step
 
-    def autocast(self):
+    def autocast(self): # a context manager
         "The context in which the forward pass runs"
         if self.dtype == torch.float32: return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
