@@ -209,7 +209,7 @@ def import_model(
 @contextmanager
 def aside(
     out:Path # what will be made
-):
+): # context manager that hands out the new directory
     "A new directory beside it, gone afterwards unless renamed; so are those of killed processes"
     try:
         with build_aside(out.absolute()) as tmp: yield tmp

@@ -113,7 +113,7 @@ def _may_enter(
     if cfg.run.resume and step > cfg.train.steps: raise TinyLLMError(
         f'train.steps={cfg.train.steps} lies below step {step}, which the run has reached',
         str(run), 'raise it, or choose another --run.name')
-    done = step >= cfg.train.steps
+    done = step >= min(cfg.train.steps, before.train.steps)
     told = {k:v for k,v in diff(before, cfg).items() if k in changed or k == 'train.threads'}
     if cfg.run.resume and told and tell:
         log.info('changed: ' + ', '.join(f'{k} {a} -> {b}' for k,(a,b) in told.items()))
@@ -542,7 +542,7 @@ def _complete(rows, state, run:Path, checkpoint:Path):
 @contextlib.contextmanager
 def stop_on_signal(
     echo_s:float=0. # a signal repeated within this time counts once: torchrun repeats Ctrl-C [s]
-):
+): # context manager that hands out the list
     "A list that is no longer empty once a signal to end arrived; the second time interrupts"
     caught = []
     def handler(number, frame):

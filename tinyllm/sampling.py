@@ -25,7 +25,7 @@ from .tokenizer import Tokenizer, check_text
 @contextmanager
 def evaluating(
     model:torch.nn.Module # left as it was, each part of it
-):
+): # context manager that hands out the model
     "Dropout off and no gradients inside; the former modes afterwards"
     modes = [(m, m.training) for m in model.modules()]
     model.eval()
@@ -81,12 +81,14 @@ def _keep_likeliest(logits, n, last):
     return logits.masked_fill(~(better | equal & (equal.cumsum(-1) <= room)), -math.inf)
 
 # %% ../nbs/11_sampling.ipynb #9a8e5eaa
-def device_of(model)->torch.device:
+def device_of(
+    model:torch.nn.Module # any
+)->torch.device:
     "Where a model's weights are"
     return next(model.parameters()).device
 
 def next_probs(
-    model:Transformer,
+    model:Transformer, # left as it was
     ids:list, # tokens so far, BOS first
     **settings # temperature, top_k, top_p, min_p, as for `filter_logits`
 )->torch.Tensor: # probability of each next token, float32, (vocab_size,)
