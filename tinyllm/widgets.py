@@ -47,7 +47,8 @@ class Knob:
         if not self.log: return w.FloatSlider(readout_format='.3g', **number)
         return w.FloatLogSlider(readout_format='.2e', **number)
 
-def find_ipywidgets():
+def find_ipywidgets(
+): # the module, or None
     "The module ipywidgets, or None where it is not installed"
     try: import ipywidgets
     except ImportError: return None
@@ -109,7 +110,7 @@ class Panel:
 
     def set(self,
         **values # of some knobs
-    ):
+    ): # the panel
         "Turn knobs by hand"
         for name,v in values.items():
             if name not in self.knobs: raise TinyLLMError(
