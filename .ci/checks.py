@@ -214,6 +214,19 @@ def docments():
     return f"{len(paths)} modules"
 
 
+@check
+def nothing_left_to_do():
+    "No note to ourselves in notebooks, sources and pages"
+    note, faults = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X)\b"), []
+    for name in git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
+        path = ROOT/name
+        if path.suffix not in (".ipynb", ".py", ".md", ".qmd", ".yml", ".yaml", ".css", ".ini", ".c", ".h", "") or not path.is_file(): continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if path.suffix == ".ipynb": text = "\n".join("".join(c["source"]) for c in json.loads(text)["cells"]) # pictures are no words
+        faults += [f"{name}: {line.strip()[:120]}" for line in text.split("\n") if note.search(line)]
+    if faults: raise Failed("\n".join(faults))
+
+
 def tinyllm(*args, cwd, timeout=600, offline=True):
     "Run the command line to its end: exit code, stdout, stderr, seconds"
     begin = time.perf_counter()
