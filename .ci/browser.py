@@ -153,7 +153,7 @@ def move(page, control):
     "Move one control with the keyboard alone"
     control.focus()
     kind = control.evaluate("e => e.tagName")
-    if kind == "SELECT": page.keyboard.press(control.evaluate("e => e.options[e.options.length - 1].selected ? 'ArrowUp' : 'ArrowDown'"))
+    if kind == "BUTTON": page.keyboard.press("Enter")
     elif kind == "INPUT":
         page.keyboard.press("End")
         page.keyboard.type(" Sam")
@@ -166,7 +166,7 @@ def move_one(
     box, # a panel on it
 )->str: # what was moved
     "Some control of a panel must change what it shows"
-    controls = controls_of(box, ".noUi-handle, select, input[type=text]")
+    controls = controls_of(box, ".noUi-handle, input[type=text], .widget-toggle-button:not(.mod-active)")
     for i, control in enumerate(controls):
         before = view(box)
         move(page, control)
@@ -174,15 +174,15 @@ def move_one(
     raise Seen(f"no control changes the view of: {box.inner_text()[:200]}")
 
 
-def move_selects(page, box)->int: # how many
-    "Every menu of a panel takes the arrow keys"
-    def chosen(e): return e.evaluate("e => [...e.selectedOptions].map(o => o.index).join()")
-    selects = controls_of(box, "select")
-    for e in selects:
-        before = chosen(e)
-        move(page, e)
-        if chosen(e) == before: raise Seen(f"a menu does not take the arrow keys: {e.inner_text()[:100]}")
-    return len(selects)
+def choose(page, box)->int: # how many
+    "Of each choice between buttons, another one can be pressed; there is no menu, for JupyterLab keeps its arrow keys"
+    if box.query_selector("select"): raise Seen(f"a menu, which cannot be used without a mouse here: {box.inner_text()[:100]}")
+    groups = box.query_selector_all(".widget-toggle-buttons")
+    for group in groups:
+        other = group.query_selector(".widget-toggle-button:not(.mod-active)")
+        move(page, other)
+        until(lambda: "mod-active" in other.get_attribute("class"), "a choice is taken")
+    return len(groups)
 
 
 def reach(page, box)->int: # how many controls
@@ -295,8 +295,8 @@ def notebooks(
                 boxes = {kind: page.query_selector_all(f".tinyllm-{kind}") for kind in ("widget", "dashboard", "playground")}
                 if not any(boxes.values()): raise Seen("no widget on the page")
                 for box in boxes["widget"]: move_one(page, box)
-                menus, stops = (sum(f(page, box) for box in found) for f, found in ((move_selects, boxes["widget"]), (reach, sum(boxes.values(), []))))
-                notes = [f"{stops} controls reached by Tab"] + ([f"{len(boxes['widget'])} panels and {menus} menus moved"] if boxes["widget"] else [])
+                choices, stops = (sum(f(page, box) for box in found) for f, found in ((choose, boxes["widget"]), (reach, sum(boxes.values(), []))))
+                notes = [f"{stops} controls reached by Tab"] + ([f"{len(boxes['widget'])} panels moved, {choices} choices made"] if boxes["widget"] else [])
                 notes += [steer(box) for box in boxes["dashboard"][-1:]] + [play(box) for box in boxes["playground"]]
                 for theme in ("light", "dark"):
                     if theme == "dark": dark(page)
