@@ -39,7 +39,7 @@ def browser():
 def until(
     what, # () -> what is waited for; a true value ends it
     why:str, # for the message
-    seconds:float=60, # at most
+    seconds:float=300, # at most; long, for nothing here may hang on the speed of a machine
     every_s:float=.2, # look so often
 ):
     "Wait for something on a page"
@@ -92,7 +92,7 @@ def jupyterlab():
                 def up():
                     if p.poll() is not None: raise Seen(f"JupyterLab ended:\n{(top/'log').read_text()[-2000:]}")
                     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1): return True
-                until(up, "JupyterLab answers", 180)
+                until(up, "JupyterLab answers")
                 yield f"http://127.0.0.1:{port}", token
             finally:
                 p.terminate() # ends its kernels first
@@ -116,24 +116,24 @@ def run_all(
     "Open a notebook and run every cell; an error in any of them is one here"
     address, token = lab
     page.goto(f"{address}/doc/tree/{name}?token={token}&reset")
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=300_000)
     def ready(): return any(k["connections"] and k["execution_state"] == "idle" for k in kernels(page, lab))
-    until(ready, "a kernel is connected", 180, 1)
+    until(ready, "a kernel is connected", every_s=1)
     def begun():
         if select := page.query_selector(".jp-Dialog .jp-mod-accept"): select.click() # it had asked for a kernel
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_text("Run All Cells", exact=True).click()
-        with contextlib.suppress(Seen): return until(lambda: any(t != "[ ]:" for t in prompts()), "the cells run", 15)
+        with contextlib.suppress(Seen): return until(lambda: any(t != "[ ]:" for t in prompts()), "the cells run", 60)
     def prompts(): return [t.strip() for t in page.eval_on_selector_all(".jp-CodeCell .jp-InputPrompt", "els => els.map(e => e.textContent)")]
     still = []
     def ended():
         found = prompts()
         if found and all(re.fullmatch(r"\[\d+\]:", t) for t in found): return True
         still.append(found)
-        if len(still) > 20 and "[*]:" not in found and found == still[-20]: # after an error the rest is left alone
+        if len(still) > 60 and "[*]:" not in found and found == still[-60]: # after an error the rest is left alone
             outputs = [o.inner_text() for o in page.query_selector_all(".jp-Cell-outputArea .jp-RenderedText")]
             raise Seen(f"a cell failed:\n{outputs[-1][-1500:] if outputs else found}")
-    until(begun, "the kernel takes the cells", 120) # the page may lag behind the server, and then forgets the click
+    until(begun, "the kernel takes the cells", 600) # the page may lag behind the server, and then forgets the click
     until(ended, "all cells have run", seconds, .5)
 
 
@@ -142,14 +142,19 @@ def view(box)->str:
     return box.query_selector(".tinyllm-view").inner_html()
 
 
-OTHER = "e => { const on = [...e.options].findIndex(o => o.selected); return e.multiple ? e.length - 1 : (on + 1) % e.length }"
+FOCUSABLE = ".noUi-handle, select, input[type=text], button"
+
+def controls_of(box, which=FOCUSABLE)->list: # elements
+    "What one can operate now, from top to bottom"
+    return [e for e in box.query_selector_all(which) if e.is_visible() and e.is_enabled()]
+
 
 def move(page, control):
-    "Move one control: sliders and fields with the keyboard alone"
-    kind = control.evaluate("e => e.tagName")
-    if kind == "SELECT": return control.select_option(index=control.evaluate(OTHER)) # its keys are the browser's own matter
+    "Move one control with the keyboard alone"
     control.focus()
-    if kind == "INPUT":
+    kind = control.evaluate("e => e.tagName")
+    if kind == "BUTTON": page.keyboard.press("Enter")
+    elif kind == "INPUT":
         page.keyboard.press("End")
         page.keyboard.type(" Sam")
         page.keyboard.press("Enter")
@@ -161,64 +166,117 @@ def move_one(
     box, # a panel on it
 )->str: # what was moved
     "Some control of a panel must change what it shows"
-    controls = box.query_selector_all(".noUi-handle, select, input[type=text]")
+    controls = controls_of(box, ".noUi-handle, input[type=text], .widget-toggle-button:not(.mod-active)")
     for i, control in enumerate(controls):
         before = view(box)
         move(page, control)
-        with contextlib.suppress(Seen): return until(lambda: view(box) != before and f"control {i} of {len(controls)}", "it changes", 30)
+        with contextlib.suppress(Seen): return until(lambda: view(box) != before and f"control {i} of {len(controls)}", "it changes", 60)
     raise Seen(f"no control changes the view of: {box.inner_text()[:200]}")
 
 
+def choose(page, box)->int: # how many
+    "Of each choice between buttons, another one can be pressed; there is no menu, for JupyterLab keeps its arrow keys"
+    if box.query_selector("select"): raise Seen(f"a menu, which cannot be used without a mouse here: {box.inner_text()[:100]}")
+    groups = box.query_selector_all(".widget-toggle-buttons")
+    for group in groups:
+        other = group.query_selector(".widget-toggle-button:not(.mod-active)")
+        move(page, other)
+        until(lambda: "mod-active" in other.get_attribute("class"), "a choice is taken")
+    return len(groups)
+
+
+def reach(page, box)->int: # how many controls
+    "The Tab key alone leads through all controls of a widget"
+    controls = controls_of(box)
+    for e in controls: e.evaluate("e => e.tinyllmReached = false")
+    controls[0].focus()
+    for _ in range(2*len(controls) + 10): # a slider's number can be typed, and is a stop of its own
+        page.evaluate("document.activeElement.tinyllmReached = true")
+        page.keyboard.press("Tab")
+    missed = [e.evaluate("e => e.outerHTML.slice(0, 150)") for e in controls if not e.evaluate("e => e.tinyllmReached")]
+    if missed: raise Seen(f"{len(missed)} of {len(controls)} controls are not reached by the Tab key: {missed[:3]}")
+    return len(controls)
+
+
+def button(box, name):
+    "A button by its text, when it can be pressed"
+    def found(): return next((b for b in box.query_selector_all("button") if b.inner_text().strip() == name and b.is_enabled()), None)
+    return until(found, f"there is a button {name!r} to press among {[b.inner_text() for b in box.query_selector_all('button')][:20]}")
+
+
 def click(box, name):
-    "Press a button by its text"
-    button = next((b for b in box.query_selector_all("button") if b.inner_text().strip() == name), None)
-    if button is None or button.is_disabled(): raise Seen(f"no button {name!r} to press among {[b.inner_text() for b in box.query_selector_all('button')]}")
-    button.focus()
-    button.press("Enter")
+    "Press a button with the keyboard"
+    b = button(box, name)
+    b.focus()
+    b.press("Enter")
 
 
 def steer(box):
     "Start, pause, step, go on and stop a run"
     def step(): return int(re.search(r"step (\d+)", box.inner_text()).group(1))
-    def state(): return re.search(r"(\w+) · step", box.inner_text()).group(1)
+    def state(*wanted):
+        now = re.search(r"(\w+) · step", box.inner_text()).group(1)
+        if now in ("done", "failed") and now not in wanted: raise Seen(f"the run is {now} at step {step()}: it must be long enough to be steered on any machine")
+        return now in wanted
     click(box, "Start")
-    until(lambda: state() == "running" and step() > 0, "the run is running", 60)
+    until(lambda: state("running") and step() > 0, "the run is running", 600)
     click(box, "Pause")
-    until(lambda: state() == "paused", "the run pauses")
+    until(lambda: state("paused"), "the run pauses")
     at = step()
     time.sleep(1.5)
     if step() != at: raise Seen(f"paused at step {at}, it went on to {step()}")
     click(box, "Step")
-    until(lambda: state() == "paused" and step() > at, "one more step")
+    until(lambda: state("paused") and step() > at, "one more step")
     one = step()
     click(box, "Go on")
     until(lambda: step() > one, "the run goes on")
     click(box, "Stop")
-    until(lambda: state() == "stopped", "the run stops")
+    until(lambda: state("stopped"), "the run stops", 600)
     return f"started, paused at {at}, stepped to {one}, stopped at {step()}"
 
 
+def turn(box, label:str, keys:list):
+    "Turn the slider with this label by the keyboard"
+    row = next(e for e in box.query_selector_all(".widget-inline-hbox") if e.inner_text().strip().startswith(label))
+    handle = row.query_selector(".noUi-handle")
+    handle.focus()
+    for key in keys: handle.press(key)
+
+
 def play(box):
-    "Stream a story, look at a token of it, take another branch"
-    texts = set()
-    click(box, "Tell")
+    "Stream a story, stop one, look at a token of it, take another branch"
+    def shown(): return box.query_selector(".tinyllm-view").inner_text()
+    def words(): return [b.inner_text() for b in box.query_selector_all(".tinyllm-words button")]
     def told():
-        texts.add(box.query_selector(".tinyllm-view").inner_text())
-        return any(b.inner_text().strip() == "Tell" and b.is_enabled() for b in box.query_selector_all("button"))
-    until(lambda: not told(), "the story begins", 10, .02)
-    until(told, "the story ends", 60, .05)
-    if len(texts) < 3: raise Seen(f"the story was not streamed: {texts}")
-    whole = view(box)
-    handles = box.query_selector_all(".noUi-handle")
-    handles[-1].focus()
-    for _ in range(12): handles[-1].press("ArrowLeft")
-    until(lambda: view(box) != whole, "another token is ringed", 10)
-    time.sleep(1)
-    before = box.query_selector(".tinyllm-view").inner_text()
-    offers = [b for b in box.query_selector_all("button") if b.is_visible() and b.inner_text().strip() not in ("Tell", "Stop", "(end)")]
-    offers[-1].click()
-    until(lambda: box.query_selector(".tinyllm-view").inner_text() != before and told(), "another branch is told", 60)
-    return f"{len(texts)} states of the text while it was told"
+        texts.add(shown())
+        return bool(words()) and any(b.inner_text().strip() == "Tell" and b.is_enabled() for b in box.query_selector_all("button"))
+    texts = set()
+    turn(box, "Tokens", ["Home"] + 14*["ArrowRight"])
+    turn(box, "Seconds between tokens", ["Home"] + 10*["ArrowRight"]) # a second: slower than any browser looks
+    click(box, "Tell")
+    until(lambda: not told(), "the story begins", every_s=.02)
+    until(told, "the story ends", every_s=.1)
+    whole, seen = words()[:-1], len(texts)
+    if seen < 5: raise Seen(f"the story was not streamed: {texts}")
+    turn(box, "Seconds between tokens", ["End"])
+    click(box, "Tell")
+    click(box, "Stop") # when there is one to press
+    until(told, "the story is cut short")
+    if not len(words()[:-1]) < len(whole): raise Seen(f"not cut short: {words()} of {whole}")
+    turn(box, "Seconds between tokens", ["Home"])
+    click(box, "Tell")
+    until(lambda: told() and words()[:-1] == whole, "the same story again")
+    def offered(): return [b for b in controls_of(box, ".tinyllm-offer button") if b.inner_text().strip() != "(end)"]
+    def offers(): return [b.inner_text() for b in offered()]
+    def here(): return next((i for i, b in enumerate(box.query_selector_all(".tinyllm-words button")) if "solid" in b.evaluate("e => getComputedStyle(e).borderStyle")), None)
+    before = offers()
+    turn(box, "Look at token", 6*["ArrowLeft"])
+    until(lambda: here() == len(whole) - 6 and offers() != before, "six tokens back, other words are on offer")
+    box.query_selector_all(".tinyllm-words button")[3].click()
+    until(lambda: here() == 3, "a click on a token leads there")
+    offered()[-1].click()
+    until(lambda: told() and words()[:3] == whole[:3] and words()[:-1] != whole, "another branch is told")
+    return f"{seen} states of the text while it was told, then another branch: {''.join(words())[:60]!r}"
 
 
 def notebooks(
@@ -231,12 +289,14 @@ def notebooks(
         for path in paths:
             name, began = path.stem, time.monotonic()
             page = b.new_page(viewport=dict(width=1200, height=900))
+            page.set_default_timeout(180_000)
             try:
                 run_all(page, lab, path.relative_to(NBS).as_posix(), seconds)
                 boxes = {kind: page.query_selector_all(f".tinyllm-{kind}") for kind in ("widget", "dashboard", "playground")}
                 if not any(boxes.values()): raise Seen("no widget on the page")
                 for box in boxes["widget"]: move_one(page, box)
-                notes = [f"{len(boxes['widget'])} panels moved"] if boxes["widget"] else []
+                choices, stops = (sum(f(page, box) for box in found) for f, found in ((choose, boxes["widget"]), (reach, sum(boxes.values(), []))))
+                notes = [f"{stops} controls reached by Tab"] + ([f"{len(boxes['widget'])} panels moved, {choices} choices made"] if boxes["widget"] else [])
                 notes += [steer(box) for box in boxes["dashboard"][-1:]] + [play(box) for box in boxes["playground"]]
                 for theme in ("light", "dark"):
                     if theme == "dark": dark(page)
@@ -313,6 +373,7 @@ def site(shots):
     faults, to_see, seen = [], [], set()
     with browser() as b, served(SITE) as home:
         context = b.new_context(viewport=dict(width=1300, height=900))
+        context.set_default_timeout(180_000)
         page = watched(context, faults, home)
         to_see.append(home + "index.html")
         while to_see:
@@ -329,7 +390,7 @@ def site(shots):
         picture(page, shots, "site-home-light")
         field = page.locator(".smalldocs-search input").first
         field.fill("RMSNorm")
-        page.wait_for_selector(".smalldocs-search-results .search-result", timeout=20_000)
+        page.wait_for_selector(".smalldocs-search-results .search-result")
         hits = page.eval_on_selector_all(".search-result", "els => els.map(e => e.getAttribute('href'))")
         picture(page, shots, "site-search")
         if not any("layers.html" in h for h in hits): faults.append(f"search for RMSNorm finds {hits}, not the layers")
@@ -337,6 +398,7 @@ def site(shots):
         for scheme in ("light", "dark"):
             for width, height, where in ((1300, 900, "wide"), (390, 844, "phone")):
                 context = b.new_context(viewport=dict(width=width, height=height), color_scheme=scheme)
+                context.set_default_timeout(180_000)
                 page = watched(context, faults, home)
                 for name in ("index.html", "widgets.html", "glossary.html"):
                     if not (SITE/name).exists(): continue

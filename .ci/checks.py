@@ -2,7 +2,8 @@
 
 Only the standard library is used here: what is checked runs in the environment that the first check makes.
 """
-import ast, concurrent.futures, hashlib, json, os, random, re, shutil, signal, subprocess, sys, tempfile, time, traceback
+import ast, concurrent.futures, hashlib, io, json, os, random, re, shutil, signal, subprocess, sys, tempfile, time, tokenize
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +134,97 @@ def settings_are_read():
     unread = [f for f in fields if not re.search(rf"\b{f.split('.')[1]}\b", used)]
     if unread: raise Failed(f"read by no module but config: {', '.join(unread)}")
     return f"{len(fields)} settings"
+
+
+def signature_ends(
+    tokens:list, # of a module, from `tokenize`
+    line:int, # of the word `def`
+)->int: # line of the colon behind the parameters and what is returned
+    "Where a signature ends and the body begins"
+    depth = 0
+    for t in (t for t in tokens if t.start[0] >= line and t.type == tokenize.OP):
+        depth += (t.string in "([{") - (t.string in ")]}")
+        if t.string == ":" and not depth: return t.start[0]
+    raise AssertionError(f"line {line} begins no function")
+
+
+def results(f)->list: # values, None for a bare `return`
+    "What a function may return or yield itself, without the functions inside it"
+    found, todo = [], list(f.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)): continue
+        if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)): found.append(node.value)
+        todo += ast.iter_child_nodes(node)
+    return [v for v in found if v is not None and not (isinstance(v, ast.Constant) and v.value is None)]
+
+
+def undocumented(
+    f, # a function
+    comments:dict, # line → is the comment all that stands there?
+    end:int, # line on which the signature ends
+)->list: # what is missing, in words
+    "Parameters and a returned value with neither an annotation nor a comment beside them"
+    args = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
+    owner = {a.lineno: a for a in args} # a comment belongs to the last parameter of its line
+    def told(a):
+        if a.annotation is not None or a.arg in ("self", "cls", "ax", "ctx"): return True
+        above = a.lineno - 1
+        return owner[a.lineno] is a and (a.lineno in comments and a.lineno != end or comments.get(above) and above > f.lineno)
+    faults = [f"parameter {a.arg}" for a in args if not told(a)]
+    return faults + (["what is returned"] if results(f) and f.returns is None and end not in comments else [])
+
+
+def without_docments(
+    path:Path, # a module
+)->list: # one line for each fault
+    "Public names of one module that do not say what they are"
+    source, faults = path.read_text(encoding="utf-8"), []
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    comments = {t.start[0]: not t.line[:t.start[1]].strip() for t in tokens if t.type == tokenize.COMMENT}
+    def public(name): return not name.startswith("_")
+    def visit(node, owner):
+        name = f"{owner}{node.name}"
+        if isinstance(node, ast.ClassDef):
+            if not public(node.name): return
+            if not ast.get_docstring(node): faults.append(f"{path.stem}.{name}: no docstring")
+            for n in node.body:
+                if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)): visit(n, f"{name}.")
+            return
+        patched = next((a.annotation for a in node.args.args[:1] if any("patch" in ast.unparse(d) for d in node.decorator_list)), None)
+        if patched is not None: # `self:Some` of @patch
+            classes = [n.id for n in ast.walk(patched) if isinstance(n, ast.Name)]
+            if not any(map(public, classes)): return
+            name = f"{classes[0]}.{name}"
+        if node.name != "__init__" and not public(node.name) or any(ast.unparse(d).endswith((".setter", "overload")) for d in node.decorator_list): return
+        missing = undocumented(node, comments, signature_ends(tokens, node.lineno))
+        if node.name != "__init__" and not ast.get_docstring(node): missing.insert(0, "no docstring")
+        if missing: faults.append(f"{path.stem}.{name}: {', '.join(missing)}")
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)): visit(node, "")
+    return faults
+
+
+@check
+def docments():
+    "Each public name says what it does, and what its parameters and its result are"
+    paths = [p for p in sorted((ROOT/"tinyllm").glob("*.py")) if p.stem not in ("__init__", "_modidx")]
+    if faults := [f for p in paths for f in without_docments(p)]:
+        raise Failed(f"{len(faults)} public names lack a docstring, or a comment or type beside a parameter or the result:\n" + "\n".join(faults))
+    return f"{len(paths)} modules"
+
+
+@check
+def nothing_left_to_do():
+    "No note to ourselves in notebooks, sources and pages"
+    note, faults = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X)\b"), []
+    for name in git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
+        path = ROOT/name
+        if path.suffix not in (".ipynb", ".py", ".md", ".qmd", ".yml", ".yaml", ".css", ".ini", ".c", ".h", "") or not path.is_file(): continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if path.suffix == ".ipynb": text = "\n".join("".join(c["source"]) for c in json.loads(text)["cells"]) # pictures are no words
+        faults += [f"{name}: {line.strip()[:120]}" for line in text.split("\n") if note.search(line)]
+    if faults: raise Failed("\n".join(faults))
 
 
 def tinyllm(*args, cwd, timeout=600, offline=True):
@@ -478,7 +570,7 @@ def in_browser(what:str, timeout:int):
 def browser():
     "In JupyterLab in a real browser: every notebook with widgets runs, each widget answers, a run is steered, a story streams"
     before = tree()
-    try: return in_browser("notebooks", 1800)
+    try: return in_browser("notebooks", 7200)
     finally: must_not_change("the browser", before)
 
 
@@ -486,7 +578,7 @@ def browser():
 def site():
     "The built site in a real browser: no error, no broken link or image, search, themes, telephone"
     if not (ROOT/"_docs"/"index.html").exists(): sh(PYTHON, ".ci/docs.py", env=environment(offline=True))
-    return in_browser("site", 600)
+    return in_browser("site", 3600)
 
 
 @check

@@ -140,13 +140,31 @@ def own_link(
     m:re.Match, # <a href="https://our.site/page.html#anchor">name</a>, written by nbdev around a name in backticks
     up:str, # way from the page to the top of the site
     anchors:dict, # page name → its anchors
+    homes:dict, # anchor of an exported name → the page that defines it
 )->str:
-    "A link that stays on this site; a method without an entry of its own leads to its class, a private name nowhere"
+    """A link that stays on this site; a method without an entry of its own leads to its class, a private name nowhere.
+    nbdev finds a name that several modules know in any of them: the page that defines it counts"""
     page, _, anchor = m.group(1).partition("#")
+    if anchor not in anchors.get(page, ()): page = homes.get(anchor, page)
     known = anchors.get(page, ())
     for a in (anchor, anchor.rpartition(".")[0]):
         if a in known: return f'<a href="{up}{page}#{a}">{m.group(2)}</a>'
     return m.group(2) if anchor else f'<a href="{up}{page}">{m.group(2)}</a>'
+
+
+ENTRY = re.compile(r'(blob/[^"/]+/tinyllm/)(\w+\.py#L\d+)("[^>]*>source</a></p>\s*<h\d [^>]*>)([^<]+)(?=</h)')
+
+def exported()->dict: # page → (module, {exported function or class: its line})
+    "What our modules export, by the page of the notebook that defines it"
+    res = {}
+    for path in sorted(p for p in (ROOT/"tinyllm").glob("*.py") if not p.stem.startswith("_")):
+        text = path.read_text(encoding="utf-8")
+        body = ast.parse(text).body
+        names = next(ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
+        lines = {n.name: n.lineno for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name in names}
+        notebook = re.search(r"File to edit: (?:\.\./)*nbs/(\S+)\.ipynb", text).group(1)
+        res[f"{clean_name(notebook)}.html"] = path.stem, lines
+    return res
 
 
 def finish_site():
@@ -155,13 +173,18 @@ def finish_site():
     cfg = get_config(path=ROOT)
     link = re.compile(rf'<a href="{re.escape(cfg.doc_host + cfg.doc_baseurl)}/([^"]*)">(.*?)</a>', re.S)
     pages = {p.relative_to(SITE).as_posix(): p.read_text(encoding="utf-8") for p in sorted(SITE.rglob("*.html"))}
-    anchors, sizes = {name: anchors_of(text) for name, text in pages.items()}, figure_sizes()
+    anchors, sizes, ours = {name: anchors_of(text) for name, text in pages.items()}, figure_sizes(), exported()
+    homes = {n.lower(): page for page, (_, lines) in ours.items() for n in lines}
     for name, text in pages.items():
         up = "../"*name.count("/")
         try: text = MATH.sub(lambda m: to_mathml(html.unescape(m.group(2)), m.group(1) == "display"), text)
         except DocsError as e: raise DocsError(f"{name}: {e}") from e
         text = FIGURE.sub(lambda m: f'{m.group(0)} width="{sizes[m.group(1)]}"' if m.group(1) in sizes else m.group(0), text)
-        text = link.sub(lambda m: own_link(m, up, anchors), KATEX.sub("", text))
+        text = link.sub(lambda m: own_link(m, up, anchors, homes), KATEX.sub("", text))
+        module, lines = ours.get(name, ("", {}))
+        def here(m): # the source of the module of this page, for nbdev may have found a namesake
+            return m.group(1) + (f"{module}.py#L{lines[m.group(4)]}" if m.group(4) in lines else m.group(2)) + m.group(3) + m.group(4)
+        text = ENTRY.sub(here, text)
         (SITE/name).write_text(text, encoding="utf-8")
     for style in SITE.rglob("*.css"): # the themes ask a server for fonts; every browser has some that do
         style.write_text(REMOTE.sub("", style.read_text(encoding="utf-8")), encoding="utf-8")
@@ -232,6 +255,17 @@ def check_links(
     return faults + [f"{p.relative_to(site)}: no page links to it; add it to nbs/_quarto.yml" for p in pages if p not in linked]
 
 
+def check_sources(
+    site:Path=SITE, # folder of the built site
+)->list: # one line for each fault
+    "Every exported function and class has an entry on its page, with a link to its source"
+    faults = []
+    for page, (module, lines) in exported().items():
+        found = {m.group(4): m.group(2) for m in ENTRY.finditer((site/page).read_text(encoding="utf-8"))} if (site/page).is_file() else {}
+        faults += [f"{page}: no entry with a link to the source of {module}.{n}" for n, line in lines.items() if found.get(n) != f"{module}.py#L{line}"]
+    return faults
+
+
 def build():
     "All of it"
     check_tools()
@@ -243,18 +277,18 @@ def build():
     shutil.move(built, SITE)
     finish_site()
     write_llms_txt()
-    faults = check_links()
+    faults = check_links() + check_sources()
     if faults: raise DocsError("\n".join(faults))
-    print(f"{len(list(SITE.rglob('*.html')))} pages, every internal link and anchor checked: {SITE.name}/index.html")
+    print(f"{len(list(SITE.rglob('*.html')))} pages, every internal link and anchor, and the source of every exported name: {SITE.name}/index.html")
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--check-links", action="store_true", help="only check the links of the site that is there")
+    p.add_argument("--check-links", action="store_true", help="only check the links and entries of the site that is there")
     args = p.parse_args()
     try:
         if not args.check_links: build()
-        elif faults := check_links(): raise DocsError("\n".join(faults))
+        elif faults := check_links() + check_sources(): raise DocsError("\n".join(faults))
     except DocsError as e:
         print(e, file=sys.stderr)
         return 1

@@ -49,7 +49,8 @@ def code_cell(
             pictures[name] = content.encode() if kind == "image/svg+xml" else base64.b64decode(content)
             width = out.metadata.get(kind, {}).get("width") # a stored figure has two pixels for one
             size = f' width="{width}"' if width else ""
-            parts.append(f'<img src="{(PICTURES/name).relative_to(ROOT).as_posix()}" alt=""{size}>')
+            alt = re.search("<title>(.*?)</title>", content) if kind == "image/svg+xml" else None
+            parts.append(f'<img src="{(PICTURES/name).relative_to(ROOT).as_posix()}" alt="{alt.group(1) if alt else ""}"{size}>')
         elif kind == "text/markdown": parts.append(content.strip())
         else: parts.append(f"```text\n{content.rstrip()}\n```")
     return parts

@@ -9,7 +9,7 @@ Each notebook runs in a process of its own, in nbs/, without the cells that `eva
 is cleaned: no execution counts, no progress bars, no folders of this machine. In its metadata stands a hash of the
 sources that the outputs belong to, so that --check sees a cell that was edited after its last run.
 """
-import argparse, hashlib, json, os, re, subprocess, sys, sysconfig, tempfile, time
+import argparse, ast, hashlib, json, os, re, subprocess, sys, sysconfig, tempfile, time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,6 +146,26 @@ def run_notebook(
 
 # ---------------------------------------------------------------- check
 
+SHOWS = re.compile(r"(^|\.)(print|display|show_doc|show_source|(plot|draw)_\w+|\w+_(html|widget))$") # calls that leave something to see
+
+def speaks(
+    source:str, # of a code cell
+)->bool:
+    "Must this cell have an output? Sure only of a last line that is a value, and of calls that show something"
+    try: body = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
+    except SyntaxError: return False
+    def shows(n): return isinstance(n, ast.Expr) and isinstance(n.value, ast.Call) and bool(SHOWS.search(ast.unparse(n.value.func)))
+    def prints(n): return shows(n) and ast.unparse(n.value.func) in ("print", "display")
+    def always(nodes): # statements that are run in any case; loops are taken to have something to go through
+        for n in nodes:
+            yield n
+            if isinstance(n, (ast.For, ast.With)): yield from always(n.body)
+    if any(map(prints, always(body))): return True
+    if not body or not isinstance(body[-1], ast.Expr) or source.rstrip().endswith(";"): return False
+    value = body[-1].value
+    return shows(body[-1]) or not isinstance(value, (ast.Call, ast.Constant, ast.Await, ast.Yield, ast.ListComp, ast.IfExp, ast.BoolOp))
+
+
 def faults_of(
     path:Path, # notebook
     all_flags, # the flags named by tst_flags
@@ -161,6 +181,9 @@ def faults_of(
         if flags not in stored: faults.append(f"{name}: {kind} without a run whose outputs are stored; {how}")
         elif stored[flags] != new: faults.append(f"{name}: {kind} edited since their outputs were stored; {how}")
     for i, cell in enumerate(nb.cells):
+        flags = flags_of(cell, all_flags)
+        if flags is not None and "gpu" not in flags and not cell.get("outputs") and speaks(cell.source):
+            faults.append(f"{name}, cell {i}: should show something, and no output is stored: {cell.source.strip().splitlines()[-1][:80]}")
         for o in cell.get("outputs", []):
             if o.output_type == "error": faults.append(f"{name}, cell {i}: stored error {o.get('ename')}: {o.get('evalue')}")
             for text in texts(o):

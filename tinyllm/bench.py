@@ -66,7 +66,10 @@ def bench_tokenizer(
             'batch':lambda: (tokenizer.encode_batch(texts, num_threads=torch.get_num_threads()), None)[1]}
     return report('tokenizer', race(ways, rounds), dict.fromkeys(ways, sum(map(len, texts))/1e6), 'MB')
 
-def bench_startup(cfg=None, rounds:int=5, **_)->list: # rows of `report`
+def bench_startup(
+    cfg:ModelConfig=None, # not needed here
+    rounds:int=5, **_
+)->list: # rows of `report`
     "Commands that should be there at once, against the bare interpreter"
     code = dict(python='pass', package='import tinyllm',
                 help='import sys; sys.argv=["tinyllm", "--help"]; from tinyllm.launch import main; main()')

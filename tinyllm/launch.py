@@ -401,10 +401,11 @@ def _worker(argv:list)->int:
     heard = []
     if under_torchrun(): die_of_ctrl_c()
     code = main(['train', *argv], heard.append)
-    if not under_torchrun() or not code: return note_exit(code)
     code = note_exit(code, all(getattr(e, 'again', True) for e in heard))
+    if not under_torchrun(): return code
     for stream in (sys.stdout, sys.stderr): stream.flush()
-    os._exit(code)  # tidying up could wait for, or trip over, a group that is broken
+    os._exit(code)  # tidying up could wait for, or trip over, a group that is broken or half gone,
+                    # and torchrun would take a stumble after the end for a failed run
 
 # %% ../nbs/13_launch.ipynb #9baf3051
 #| eval: false

@@ -56,6 +56,12 @@ class Job:
             self.allowed,self.asked_to_stop = steps,self.asked_to_stop or stop
             self.turn.notify_all()
 
+    def rest(self,
+        seconds:float # at most
+    ):
+        "For the work itself: let time pass, but end at once when it is asked to stop"
+        with self.turn: self.turn.wait_for(lambda: self.asked_to_stop, seconds)
+
     def wait(self,
         timeout:float=None # at most so long [s]
     )->str: # the state
@@ -133,6 +139,7 @@ class Record:
 
     @property
     def step(self)->int: # optimizer steps finished
+        "How far the run has come"
         return max((r['step'] for r in self.last.values()), default=0)
 
 # %% ../nbs/14b_live.ipynb #e8ac2e1d
@@ -188,13 +195,13 @@ class Dashboard:
 
     def start(self):
         "Begin, go on after a pause, or go on where a stopped run was saved"
-        if self.job.state == 'paused': return self.job.tell(paused=False)
-        self._begin(None)
+        if self.job.state == 'paused': self.job.tell(paused=False)
+        else: self._begin(None)
 
     def step(self):
         "Pause behind the next `train` event"
-        if self.job.alive: return self.job.tell(paused=True, steps=1)
-        self._begin(1)
+        if self.job.alive: self.job.tell(paused=True, steps=1)
+        else: self._begin(1)
 
     def pause(self):
         "Hold it behind the event that comes next"

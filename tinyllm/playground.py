@@ -47,7 +47,7 @@ class Playground:
             prompt=Knob('Prompt', prompt), temperature=Knob('Temperature', .8, 0, 2, .1),
             top_k=Knob('top k (0: all)', 0, 0, 100), top_p=Knob('top p', .95, .05, 1, .05),
             max_new_tokens=Knob('Tokens', max(1, min(80, T-8)), 1, T),
-            seed=Knob('Seed', 1, 0, 1000))
+            seed=Knob('Seed', 1, 0, 1000), rest=Knob('Seconds between tokens', 0., 0, 2, .1))
         self.values = {k:o.value for k,o in self.knobs.items()}
         self.text,self.ids,self.at,self.choices,self.html = prompt,[],1,[],''
         self.job,self.lock,self.box = Job(self._changed),threading.Lock(),None
@@ -58,9 +58,8 @@ class Playground:
         prompt:str=None # to begin with; none: the one in the field
     ):
         "Continue the prompt, in a thread"
-        v = dict(self.values)
-        field = v.pop('prompt')
-        begin = field if prompt is None else prompt
+        v = {k:o for k,o in self.values.items() if k not in ('prompt', 'rest')}
+        begin = self.values['prompt'] if prompt is None else prompt
         def pieces(stopping):
             told = stream(self.model, self.tokenizer, begin, **v)
             return itertools.takewhile(lambda _: not stopping(), told)
@@ -71,7 +70,9 @@ class Playground:
         "End the story here"
         self.job.tell(stop=True)
 
-    def wait(self, timeout=None)->str: # how it ended
+    def wait(self,
+        timeout:float=None # at most so long [s]
+    )->str: # how it ended
         "Until the story is told"
         return self.job.wait(timeout)
 
@@ -81,9 +82,10 @@ class Playground:
         "Put another token at `at`, and tell on from there"
         id,text,_ = self.choices[n]
         before = self.ids[:self.at]
-        if text is not None: return self.tell(self.tokenizer.decode(before + [id]))
-        self.text = self.tokenizer.decode(before)  # the story ends here
-        self.look()
+        if text is not None: self.tell(self.tokenizer.decode(before + [id]))
+        else:
+            self.text = self.tokenizer.decode(before)  # the story ends here
+            self.look()
 
 # %% ../nbs/14c_playground.ipynb #5cd7f746
 @patch
@@ -102,17 +104,20 @@ def look(self:Playground,
         shown = views.surprise_html(self.tokenizer, self.ids, losses, self.at).data
         beyond = f'<div>(beyond the context: … {html.escape(rest)})</div>' if rest else ''
         self.html = shown + beyond
-        if self.box: self._show_offers()
+        if self.box:
+            self._show_words(losses.tolist(), beyond)
+            self._show_offers()
 
 @patch
 def _add(self:Playground, piece:str):
     "Called in the thread, for each piece of the story"
     self.text += piece
-    if not self.pace.due(): return
-    began = self.pace.clock()
-    self.html = views.paragraph([views.chip(self.text + ' ▌', alpha=0)], 'telling …').data
-    if self.box: self.view.value = self.html
-    self.pace.drawn(began)
+    if self.pace.due():
+        began = self.pace.clock()
+        self.html = views.paragraph([views.chip(self.text + ' ▌', alpha=0)], 'telling …').data
+        if self.box: self.view.value = self.html
+        self.pace.drawn(began)
+    if self.values['rest']: self.job.rest(self.values['rest'])
 
 @patch
 def _changed(self:Playground):
@@ -135,14 +140,16 @@ def _build(self:Playground, w):
     self.place = w.IntSlider(description='Look at token', value=1, min=1, max=1,
                              style=dict(description_width='initial'), layout=dict(width='60%'))
     self.view,self.errors = w.HTML(),w.Output()
+    self._build_words(w)
     self.offered = [w.Button(layout=dict(width='110px')) for _ in range(8)]
     self.bars = [w.HTML() for _ in self.offered]
     for n,b in enumerate(self.offered): b.on_click(lambda _, n=n: self._try(lambda: self.branch(n)))
     for c in self.controls.values(): c.observe(self._moved, 'value')
     self.place.observe(self._looked, 'value')
     offers = [w.HBox(pair) for pair in zip(self.offered, self.bars)]
+    for o in offers: o.add_class('tinyllm-offer')
     self.box = stack(w, 'tinyllm-playground', row(w, self.controls), row(w, self.buttons),
-                     self.view, self.place, *offers, self.errors)
+                     self.words, self.view, self.place, *offers, self.errors)
 
 @patch
 def _looked(self:Playground, change):
@@ -166,11 +173,11 @@ def _set_busy(self:Playground, busy:bool):
     if not self.box: return
     self.buttons['tell'].disabled,self.buttons['stop'].disabled = busy,not busy
     for b in (self.place, *self.offered): b.disabled = busy
+    if busy: self.words.children = ()  # the text is in the view while it grows
 
 @patch
 def _show_offers(self:Playground):
-    "The text, the place in it, and a button with a bar for each offer"
-    self.view.value = self.html
+    "The place in the text, and a button with a bar for each offer"
     with self.place.hold_trait_notifications():
         self.place.max,self.place.value = len(self.ids),self.at
     here = self.ids[self.at] if self.at < len(self.ids) else None
@@ -195,6 +202,41 @@ def _repr_mimebundle_(self:Playground, include=None, exclude=None):
     def line(text, p): return f'<tr><td><code>{html.escape(text)}</code></td><td>{p:.1%}</td></tr>'
     rows = ''.join(line('(end)' if t is None else t, p) for _,t,p in self.choices)
     caption = ('A story, and what was on offer at the ringed token. '
-               'In JupyterLab it has knobs, and each offer is a button.')
+               'In JupyterLab it has knobs, and each token and each offer is a button.')
     still = f'{self.html}<table style="color:inherit">{rows}</table>'
     return bundle(self.box, still, caption, repr(self))
+
+# %% ../nbs/14c_playground.ipynb #afcfd21a
+@patch
+def _build_words(self:Playground, w):
+    "Each token is a button; all share a few styles, so that a long story stays light"
+    plain = dict(width='auto', height='26px', margin='0', padding='0 1px')
+    self.frames = {here:w.Layout(**plain, border=f'2px {"solid" if here else "none"} rgb({views.TINTS[1]})')
+                   for here in (False, True)}
+    shades = [f'rgba({views.TINTS[1]},{.1*i:.1f})' for i in range(9)]
+    self.shades = [w.ButtonStyle(button_color=c) for c in shades]
+    self.words = w.Box(layout=dict(flex_flow='row wrap', grid_gap='3px 0'))
+    self.words.add_class('tinyllm-words')
+    def make(n):
+        b = w.Button(layout=self.frames[False], style=self.shades[0])
+        b.on_click(lambda _: self._try(lambda: self.look(n)))
+        return b
+    self.spare,self.make = [],make  # buttons made so far, the nth for the token at n+1
+
+@patch
+def _show_words(self:Playground,
+    losses:list, # of the tokens behind BOS [nats]
+    beyond:str # HTML of what the model does not see
+):
+    "A button for each token behind BOS, and one for the place behind the last"
+    while len(self.spare) < len(self.ids): self.spare.append(self.make(len(self.spare)+1))
+    texts = [views.readable(self.tokenizer.table[i][0]) for i in self.ids[1:]] + ['▌']
+    for n,(b,text,v) in enumerate(zip(self.spare, texts, [*losses, None])):
+        b.description = text.replace(' ', '\xa0').replace('\n', '')
+        b.tooltip = 'what could come next' if v is None else f'{v:.2f} nats'
+        b.style = self.shades[0 if v is None else min(8, int(v/6*8))]
+        b.layout = self.frames[n+1 == self.at]
+    self.words.children = self.spare[:len(texts)]
+    mean = f'mean {sum(losses)/len(losses):.2f} nats a token. ' if losses else ''
+    note = mean + 'Click a token to see what else was on offer there, and an offer to take it.'
+    self.view.value = views.paragraph([beyond], note).data

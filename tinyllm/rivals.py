@@ -10,6 +10,7 @@ __all__ = ['PEERS', 'check_peers', 'peer_config', 'hf_model', 'llama2c_step', 't
 import contextlib, importlib.util, io, os, struct, subprocess, sys, tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Callable
 import torch
 from .config import Config, CorpusConfig, ModelConfig, TinyLLMError, TrainConfig
 from .corpus import open_corpus
@@ -51,8 +52,8 @@ def _load_file(path:Path):
 
 # %% ../nbs/15a_rivals.ipynb #6a67d4c3
 def peer_config(
-    cfg:ModelConfig
-):
+    cfg:ModelConfig # its shape is taken over
+): # a `LlamaConfig`
     "The same shape in transformers"
     from transformers import LlamaConfig
     ids = SimpleNamespace(bos_id=1, eos_id=-1, pad_id=-1) # nothing ends or pads a text here
@@ -60,7 +61,7 @@ def peer_config(
 
 def hf_model(
     model:Transformer
-):
+): # a `LlamaForCausalLM`
     "A transformers model with the weights of ours"
     from transformers import LlamaForCausalLM
     peer = LlamaForCausalLM(peer_config(model.cfg))
@@ -81,7 +82,12 @@ def _peer_step(model, loss_of, optimizer, dtype):
         return loss.item()
     return step
 
-def llama2c_step(folder, cfg:ModelConfig, x, y):
+def llama2c_step(
+    folder, # holds llama2.c's model.py
+    cfg:ModelConfig,
+    x:torch.Tensor, # token ids, (B, T)
+    y:torch.Tensor # targets, (B, T)
+)->Callable: # a step, which returns its loss
     "llama2.c's model and optimizer, as its train.py uses them on a CPU"
     with contextlib.redirect_stdout(io.StringIO()):
         peer = _load_file(Path(folder)/'model.py')
@@ -94,7 +100,11 @@ def llama2c_step(folder, cfg:ModelConfig, x, y):
         return model.last_loss
     return _peer_step(model, loss, optimizer, None)
 
-def transformers_step(cfg:ModelConfig, x, dtype=None):
+def transformers_step(
+    cfg:ModelConfig,
+    x:torch.Tensor, # token ids, which are their own targets, (B, T)
+    dtype:torch.dtype=None # of autocast; none: float32 throughout
+)->Callable: # a step, which returns its loss
     "transformers' Llama with fused AdamW"
     from transformers import LlamaForCausalLM
     model = LlamaForCausalLM(peer_config(cfg)).train()
@@ -108,7 +118,7 @@ def our_step(
     y:torch.Tensor, # targets, (B, T)
     dtype:torch.dtype,
     **train # further settings of the section `train`
-):
+)->Callable: # a step, which returns its loss
     "Our training step as the loop runs it"
     run = Config(model=cfg, train=TrainConfig(tokens_per_step=x.numel(), micro_batch_size=len(x), **train))
     torch.manual_seed(0)
@@ -142,7 +152,7 @@ def bench_train(
 # %% ../nbs/15a_rivals.ipynb #5ce5771e
 def write_llama2c(
     model:Transformer, # float32
-    path
+    path # of the file to write
 )->None:
     "A model for run.c (its first format), rotation pairs side by side"
     c,w = model.cfg,{k:v.detach().float() for k,v in model.state_dict().items()}
@@ -162,7 +172,7 @@ def write_llama2c(
 
 def write_ids(
     vocab_size:int,
-    path
+    path # of the file to write
 )->None:
     "A tokenizer for run.c whose pieces are the ids, each followed by a space"
     with open(path, 'wb') as file:
@@ -219,7 +229,7 @@ def lively(
     return model
 
 @torch.inference_mode()
-def plain_text(model, rows:int, n:int)->torch.Tensor: # (n, rows)
+def plain_text(model:Transformer, rows:int, n:int)->torch.Tensor: # (n, rows)
     "Greedy with the model and its cache, one call after the other"
     cache,tokens,out = KVCache(model.cfg, rows),torch.ones(rows, 1, dtype=torch.int64),[]
     for _ in range(n):
@@ -229,7 +239,7 @@ def plain_text(model, rows:int, n:int)->torch.Tensor: # (n, rows)
 
 class KernelText:
     "Greedy by the C kernel; packed once, as run.c reads its file once"
-    def __init__(self, model, rows:int):
+    def __init__(self, model:Transformer, rows:int):
         self.decoder,self.rows = Decoder(model),rows
         self.cache,self.greedy = self.decoder.cache(rows),Chooser(self.decoder.vocab, temperature=0)
 

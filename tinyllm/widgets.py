@@ -38,16 +38,35 @@ class Knob:
         look = dict(description=self.label, style=dict(description_width='initial'))
         wide = look | dict(layout=dict(width='100%'))
         number = look | dict(value=self.value, min=self.low, max=self.high, step=self.step)
-        if isinstance(self.value, tuple):
-            return w.SelectMultiple(options=self.options, value=self.value, rows=4, **look)
-        if self.options: return w.Dropdown(options=self.options, value=self.value, **look)
+        if isinstance(self.value, tuple): return _several(w, self.label, self.options, self.value)
+        if self.options:
+            style = dict(button_width='auto', description_width='initial')
+            options = [(str(o), o) for o in self.options]
+            return w.ToggleButtons(options=options, value=self.value, **look | dict(style=style))
         if isinstance(self.value, str):
             return w.Text(value=self.value, continuous_update=False, **wide)
         if isinstance(self.value, int): return w.IntSlider(**number)
         if not self.log: return w.FloatSlider(readout_format='.3g', **number)
         return w.FloatLogSlider(readout_format='.2e', **number)
 
-def find_ipywidgets():
+def _several(w, label, options, chosen):
+    "A button to press for each option, together one control whose `value` is a tuple"
+    from traitlets import Tuple
+    buttons = {o:w.ToggleButton(value=o in chosen, description=str(o), layout=dict(width='auto'))
+               for o in options}
+    group = w.Box([w.Label(label), *buttons.values()], layout=dict(flex_flow='row wrap'))
+    group.add_traits(value=Tuple(chosen))
+    def pressed(_): group.value = tuple(o for o,b in buttons.items() if b.value)
+    def told(change):
+        for b in buttons.values(): b.unobserve(pressed, 'value')
+        for o,b in buttons.items(): b.value = o in change['new']
+        for b in buttons.values(): b.observe(pressed, 'value')
+    group.observe(told, 'value')
+    for b in buttons.values(): b.observe(pressed, 'value')
+    return group
+
+def find_ipywidgets(
+): # the module, or None
     "The module ipywidgets, or None where it is not installed"
     try: import ipywidgets
     except ImportError: return None
@@ -109,7 +128,7 @@ class Panel:
 
     def set(self,
         **values # of some knobs
-    ):
+    ): # the panel
         "Turn knobs by hand"
         for name,v in values.items():
             if name not in self.knobs: raise TinyLLMError(
