@@ -6,20 +6,21 @@
 __all__ = ['bench_data', 'bench_tokenizer', 'bench_startup', 'gpu_shapes', 'bench_gpu', 'bench', 'bench_text']
 
 # %% ../nbs/15b_bench.ipynb #530dfa22
-import gc, os, statistics, subprocess, sys, tempfile, time
+import gc, itertools, json, os, shutil, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
 import numpy as np
 import torch
 from .config import Config, CorpusConfig, ModelConfig, TinyLLMError, TrainConfig
 from .corpus import open_corpus
-from .data import StepBatches, open_tokens
+from .data import StepBatches, get_batch
 from .metrics import peak_flops
 from .model import Transformer, flops_per_token
 from .race import bench_machine, machine, race, report
 from .rivals import bench_sample, bench_train, check_peers, peer_config
-from .shards import prepare_tokens
-from .tokenizer import prepare_tokenizer
+from .shards import TokenSplit, prepare_tokens
+from .tokenizer import train_tokenizer
 from .training import TrainState, train_step
+from .windows import pick_reader
 
 # %% ../nbs/15b_bench.ipynb #5f560196
 class _OneByOne(torch.utils.data.Dataset):
@@ -31,40 +32,61 @@ class _OneByOne(torch.utils.data.Dataset):
         return window[:-1],window[1:]
 
 def bench_data(
-    cfg:ModelConfig, batch:int=16, rounds:int=5, stories:int=2000, **_
+    cfg:ModelConfig, batch:int=16, rounds:int=5, steps:int=1024, n_tokens:int=2**25, **_
 )->list: # rows of `report`
-    "Batches of training windows, with the copy rate beside them"
+    "Batches of training windows, with a copy of as many bytes beside them"
     with tempfile.TemporaryDirectory() as folder:
-        corpus = open_corpus(CorpusConfig(num_stories=stories), folder)
-        tokenizer = prepare_tokenizer(corpus, Path(folder)/'tok.model', 1024, 1.)
-        prepare_tokens(corpus, tokenizer, Path(folder)/'tokens')
-        split = open_tokens(Path(folder)/'tokens', 'train')
-        T,n = cfg.seq_len,max(1, split.n_tokens//cfg.seq_len//batch - 1)
-        loader = torch.utils.data.DataLoader(_OneByOne(np.array(split.read(0, split.n_tokens)), T), batch,
-                                             shuffle=True, drop_last=True)
-        ours = StepBatches(split, T, batch*T, batch, seed=1)
-        source = torch.zeros(2**24)
-        target = torch.zeros_like(source)
-        def theirs():
-            for _ in zip(range(n), loader): pass
-        def gather():
-            for s in range(n): ours.step(s)
-        ways = {'DataLoader':theirs, 'tinyllm':gather, 'copy':lambda: (target.copy_(source), None)[1]}
-        each = 2 + 2*8 # bytes per token: read as uint16, written twice as int64
-        work = dict.fromkeys(ways, n*batch*T) | dict(copy=2*source.nbytes/each)
-        return report('data', race(ways, rounds), work, 'tokens')
+        file,T = Path(folder)/'train.bin',cfg.seq_len
+        ids = min(cfg.vocab_size, 1 << 16)  # any will do; more than the processor's caches hold
+        np.random.default_rng(0).integers(ids, size=n_tokens, dtype=np.uint16).tofile(file)
+        split = TokenSplit([file], vocab_size=cfg.vocab_size)
+        tokens = steps*batch*T
+        loader = torch.utils.data.DataLoader(_OneByOne(split._maps[0], T), batch, shuffle=True,
+                                             drop_last=True)
+        source = np.ones(tokens*9, np.uint8)  # an id is read, 2 bytes, and written twice, 8 each
+        target = np.ones_like(source)
+        firsts = itertools.count(0, steps)  # in each round other windows, whose order is not yet known
+        def ours(get, many=None):
+            batches = StepBatches(split, T, batch*T, batch, seed=1, get=get)
+            def run():
+                first = next(firsts)
+                if many: reads = (batches.read(first+i, many) for i in range(0, steps, many))
+                else: reads = batches.prefetch(first, first+steps)
+                for _ in reads: pass
+            return run
+        fast = pick_reader(split, 10**12)
+        ways = {'DataLoader':lambda: [None for _ in zip(range(steps), loader)] and None,
+                'tinyllm':ours(fast), 'tinyllm, no thread':ours(fast, 32),
+                'tinyllm, plain':ours(get_batch), 'copy':lambda: np.copyto(target, source)}
+        times = race(ways, rounds)
+        rows = report('data', times, dict.fromkeys(ways, tokens), 'tokens')
+        for row,copy in zip(rows, report('data', times, dict.fromkeys(ways, tokens), 'tokens', 'copy')):
+            row |= dict(of_copy=copy['ratio'], of_copy_cpu=copy['cpu_ratio'])
+        return rows
 
 def bench_tokenizer(
-    cfg:ModelConfig, rounds:int=5, stories:int=2000, **_
+    cfg:ModelConfig, rounds:int=5, stories:int=10_000,
+    source:str='builtin', # or files with stories
+    **_
 )->list: # rows of `report`
-    "Encoding of the built-in stories"
+    "Encoding of stories, and preparing them from a file: read, split, encode, write"
     with tempfile.TemporaryDirectory() as folder:
-        corpus = open_corpus(CorpusConfig(num_stories=stories), folder)
-        tokenizer = prepare_tokenizer(corpus, Path(folder)/'tok.model', min(cfg.vocab_size, 1024), 1.)
-        texts = [d.text for d in corpus.documents(0, stories)]
-    ways = {'one by one':lambda: ([tokenizer.encode(t) for t in texts], None)[1],
-            'batch':lambda: (tokenizer.encode_batch(texts, num_threads=torch.get_num_threads()), None)[1]}
-    return report('tokenizer', race(ways, rounds), dict.fromkeys(ways, sum(map(len, texts))/1e6), 'MB')
+        corpus = open_corpus(CorpusConfig(source=source, num_stories=stories), folder)
+        texts = [d.text for d in itertools.islice(corpus.documents(), stories)]
+        tokenizer = train_tokenizer(texts, vocab_size=cfg.vocab_size if source != 'builtin' else 1024)
+        file,out,threads = Path(folder)/'stories.json',Path(folder)/'tokens',torch.get_num_threads()
+        file.write_text(json.dumps([dict(story=t) for t in texts]))
+        filed = open_corpus(CorpusConfig(source=str(file)), folder)
+        def prepare():
+            prepare_tokens(filed, tokenizer, out, num_threads=threads)
+            shutil.rmtree(out)
+        plain = tokenizer._sp.encode
+        ways = {'one by one':lambda: [plain(t) for t in texts] and None,
+                'batch, lists':lambda: plain(texts, num_threads=threads) and None,
+                'tinyllm':lambda: tokenizer.encode_arrays(texts, num_threads=threads) and None,
+                'prepare':prepare}
+        mb = sum(len(t.encode()) for t in texts)/1e6
+        return report('tokenizer', race(ways, rounds), dict.fromkeys(ways, mb), 'MB')
 
 def bench_startup(
     cfg:ModelConfig=None, # not needed here
@@ -190,6 +212,7 @@ def bench_text(rows:list)->str:
         cpu = f'{r["cpu_ratio"]:7.2f}' if r['cpu_ratio'] else f'{"":7s}'
         spread = f'{r["low"]:,.1f} to {r["high"]:,.1f}'
         odd = '' if r.get('same_tokens', True) else '  (other tokens)'
+        if 'of_copy' in r: odd += f'  ({r["of_copy"]:.0%} of copy, by CPU {r["of_copy_cpu"] or 0:.0%})'
         lines.append(f'{r["bench"]:10s}{r["way"]:26s}{r["rate"]:14,.1f}  {spread:>23s} '
                      f'{r["ratio"]:7.2f} {cpu} {r["unit"]}{odd}')
     return '\n'.join(lines)

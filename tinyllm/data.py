@@ -8,9 +8,10 @@ __all__ = ['n_windows', 'read_windows', 'get_batch', 'mix', 'permute', 'window_i
            'open_tokens', 'prepare_tokens', 'read_ahead']
 
 # %% ../nbs/03_data.ipynb #ea0d2816
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -70,11 +71,19 @@ def mix(
     x:np.ndarray # uint64
 )->np.ndarray: # uint64, each bit depends on each bit of x
     "The finisher of splitmix64 (Steele, Lea and Flood, 2014)"
-    x = (x ^ (x >> 30))*0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27))*0x94D049BB133111EB
-    return x ^ (x >> 31)
+    x = x ^ (x >> 30)
+    x *= 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    x *= 0x94D049BB133111EB
+    x ^= x >> 31
+    return x
 
 # %% ../nbs/03_data.ipynb #e3250ed0
+def _add_mod(a:np.ndarray, x:np.ndarray, n:int)->np.ndarray: # a below n; all uint64
+    "(a+x) % n; NumPy divides by a number with vector instructions, but has none for the remainder"
+    a = a + (x - x//n*n) # below 2n
+    return np.minimum(a, a-n, out=a) # below n, a-n wraps round to something large
+
 def permute(
     i:np.ndarray, # places in [0, n), uint64
     n:int, # length of the permutation
@@ -85,8 +94,8 @@ def permute(
     B = -(-n//A)
     a, b = i % A, i // A
     for round in range(6):
-        a = (a + mix((b ^ key)+_ROUNDS[2*round]) % A) % A
-        b = (b + mix((a ^ key)+_ROUNDS[2*round+1]) % B) % B
+        a = _add_mod(a, mix((b ^ key)+_ROUNDS[2*round]), A)
+        b = _add_mod(b, mix((a ^ key)+_ROUNDS[2*round+1]), B)
     out = a + b*A
     if (over := out >= n).any(): out[over] = permute(out[over], n, key[over])
     return out
@@ -113,38 +122,57 @@ class StepBatches:
         micro_batch_size:int, # windows a rank reads at once
         seed:int, # of the order
         rank:int=0, world_size:int=1, # this process among how many
-        pad_id:int=None # this id is no target, where it stands in the data
+        pad_id:int=None, # this id is no target, where it stands in the data
+        get:Callable=get_batch # reads windows; a later notebook has a faster one
     ):
         check_batch_sizes(seq_len, tokens_per_step, micro_batch_size, world_size)
         self.split, self.seq_len, self.seed, self.pad_id = split, seq_len, seed, pad_id
+        self.get = get
         self.micro_batch_size, self.rank, self.world_size = micro_batch_size, rank, world_size
         self.windows_per_step = tokens_per_step//seq_len
         self.n_micro = self.windows_per_step//(micro_batch_size*world_size) # accumulation
         self.n_windows = n_windows(split.n_tokens, seq_len) # of an epoch
-        self._block = (None, None)
+        self._blocks = {} # the windows of two ranges of steps, see `ids`
 
 # %% ../nbs/03_data.ipynb #f03a8c20
 @patch
 def ids(self:StepBatches,
-    step:int # any
-)->np.ndarray: # (windows_per_step,)
-    "The windows of a step, of all ranks"
-    n, block = self.windows_per_step, max(1, 1024//self.windows_per_step) # steps at once
-    number, known = self._block
-    if number != step//block:
-        number, first = step//block, step//block*block*n
-        known = window_ids(np.arange(first, first+block*n), self.n_windows, self.seed)
-        self._block = number, known # remembered, because the next steps will ask for it
-    return known[step % block*n:(step % block+1)*n]
+    step:int, # any
+    n:int=1 # so many steps from there
+)->np.ndarray: # (n*windows_per_step,)
+    "The windows of steps, of all ranks"
+    size, block = self.windows_per_step, max(1, 16384//self.windows_per_step) # steps at once
+    number, at = divmod(step, block)
+    known = self._blocks.get(number)
+    if known is None:
+        first = number*block*size
+        known = window_ids(np.arange(first, first+block*size), self.n_windows, self.seed)
+        before = {k: v for k,v in self._blocks.items() if k == number-1} # still asked for
+        self._blocks = before | {number: known} # remembered: the next steps will ask for it
+    here = known[at*size:(at+n)*size]
+    if at+n <= block: return here
+    return np.concatenate([here, self.ids(step+block-at, at+n-block)])
+
+@patch
+def read(self:StepBatches,
+    step:int, # any
+    n:int=1, # so many steps from there, gathered in one go
+    pin:bool=False # page-locked memory, for copies to a CUDA device
+)->list: # n lists as `step` returns them
+    "What this rank reads in several steps"
+    mine = self.ids(step, n).reshape(n*self.n_micro, self.world_size, -1)[:,self.rank]
+    both = self.get(self.split, mine.reshape(-1), self.seq_len, self.pad_id)
+    if pin: both = [o.pin_memory() for o in both]
+    x, y = (o.view(-1, self.micro_batch_size, self.seq_len).unbind() for o in both)
+    pairs = list(zip(x, y)) # n*n_micro
+    return [pairs[i:i+self.n_micro] for i in range(0, len(pairs), self.n_micro)]
 
 @patch
 def step(self:StepBatches,
     step:int # any
 )->list: # n_micro × (inputs, targets), each (micro_batch_size, T)
     "What this rank reads in a step"
-    mine = self.ids(step).reshape(self.n_micro, self.world_size, -1)[:,self.rank]
-    x, y = get_batch(self.split, mine.reshape(-1), self.seq_len, self.pad_id) # (windows, T)
-    return list(zip(x.split(self.micro_batch_size), y.split(self.micro_batch_size)))
+    return self.read(step)[0]
 
 @patch
 def n_targets(self:StepBatches,
@@ -166,18 +194,22 @@ def epoch(self:StepBatches,
     return step*self.windows_per_step/self.n_windows
 
 # %% ../nbs/03_data.ipynb #4175085c
+_READ_TOKENS = 1 << 17 # gathered in one go: so many that the work per call hardly counts (2 MB)
+
 @patch
 def prefetch(self:StepBatches,
     start:int, # first step
     stop:int=None, # the step after the last, None: without end
     pin:bool=False, # page-locked memory, for copies to a CUDA device
-    depth:int=2 # steps read ahead
+    depth:int=2 # reads ahead, each of one step or, if steps are small, of several
 )->Iterator: # what `step` returns, for start, start+1, …
     "The steps in order, read ahead by a thread"
-    def read(s):
-        return [(x.pin_memory(), y.pin_memory()) if pin else (x, y) for x,y in self.step(s)]
-    steps = itertools.count(start) if stop is None else range(start, stop)
-    return read_ahead(map(read, steps), depth)
+    mine = self.n_micro*self.micro_batch_size*self.seq_len # of a step [tokens]
+    many = max(1, _READ_TOKENS//mine)
+    def read(first): return self.read(first, many if stop is None else min(many, stop-first), pin)
+    firsts = itertools.count(start, many) if stop is None else range(start, stop, many)
+    with contextlib.closing(read_ahead(map(read, firsts), depth)) as reads:
+        for steps in reads: yield from steps
 
 # %% ../nbs/03_data.ipynb #1d3be362
 def check_batch_sizes(

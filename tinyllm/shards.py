@@ -45,7 +45,7 @@ class ShardWriter:
 
 @patch
 def add(self:ShardWriter,
-    ids:list, # one story, BOS first
+    ids, # one story, BOS first: list or array
     n_bytes:int # its text in UTF-8 [bytes]
 )->None:
     "Append a story; stories are not cut at the end of a shard"
@@ -312,10 +312,12 @@ def _write_once(corpus, tokenizer, folder, wanted, rule, num_threads, progress)-
     writers = {split: ShardWriter(folder, split, wanted["dtype"], wanted["shard_tokens"])
                for split in ("train", "val")}
     keys, val_logp, n_stories, n_bytes, n_tokens = [1.0, 0.0], array("d"), 0, 0, 0
-    for batch in read_ahead(_batches(_with_side(corpus, rule, keys))):
-        texts = [text for text,_,_ in batch]
-        ids = tokenizer.encode_batch(texts, bos=True, num_threads=num_threads)
-        for (text, split, logp),story in zip(batch, ids):
+    def encoded():
+        for batch in read_ahead(_batches(_with_side(corpus, rule, keys))):
+            texts = [text for text,_,_ in batch]
+            yield batch, tokenizer.encode_arrays(texts, bos=True, num_threads=num_threads)
+    for batch,stories in read_ahead(encoded(), depth=1):
+        for (text, split, logp),story in zip(batch, stories):
             size = len(text.encode())
             writers[split].add(story, size)
             if split == "val": val_logp.append(math.nan if logp is None else -logp)

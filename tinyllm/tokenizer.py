@@ -156,20 +156,29 @@ def _token_bytes(tokenizer)->np.ndarray: # (vocab_size,) int64
 
 # %% ../nbs/02_tokenizer.ipynb #90d53b79
 @patch
-def encode_batch(self:Tokenizer,
+def encode_arrays(self:Tokenizer,
     texts:list, # of str
     bos:bool=False, # put the id that begins a story in front?
     eos:bool=False, # put the id that ends a text behind?
     num_threads:int=-1 # threads of the library, -1: one a core
-)->list: # a list of ids for each text
-    "Ids of many texts, on all cores"
+)->list: # the ids of each text, (n,) int32
+    "Ids of many texts, on all cores, and not one Python number made"
     texts, threads = list(texts), n_cores() if num_threads < 1 else num_threads
     try:
         if not all(isinstance(text, str) for text in texts): raise TypeError # bytes would do
-        return self._sp.encode(texts, add_bos=bos, add_eos=eos, num_threads=threads)
+        return self._sp.encode(texts, add_bos=bos, add_eos=eos, num_threads=threads,
+                               out_type="numpy")
     except (TypeError, RuntimeError, UnicodeError):
         for i,text in enumerate(texts): check_text(text, f"text {i} of {len(texts)}")
         raise
+
+@patch
+def encode_batch(self:Tokenizer,
+    texts:list, # of str
+    bos:bool=False, eos:bool=False, num_threads:int=-1 # as for `encode_arrays`
+)->list: # a list of ids for each text
+    "The same as lists"
+    return [ids.tolist() for ids in self.encode_arrays(texts, bos, eos, num_threads)]
 
 @patch
 def encode(self:Tokenizer,
