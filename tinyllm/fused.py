@@ -204,16 +204,17 @@ class FusedNorm(torch.autograd.Function):
         y,inverse = torch.empty_like(x, dtype=dtype),x.new_empty(x.numel()//D)
         _call('norm', y, len(inverse), D, eps, x, add, weight, total, y, inverse)
         ctx.save_for_backward(total, weight, inverse)
-        ctx.adds = add is not None
+        ctx.adds,ctx.dtype = add is not None,dtype
         ctx.set_materialize_grads(False) # the last sum is used by nobody else
         return total,y
     @staticmethod
     def backward(ctx, more, g):
         x,weight,inverse = ctx.saved_tensors
+        g = torch.zeros_like(x, dtype=ctx.dtype) if g is None else g.contiguous()
         dx,parts,D = torch.empty_like(x),torch.get_num_threads(),x.shape[-1]
         half = torch.empty_like(g) if ctx.adds and g.dtype != x.dtype else None
         dw = x.new_zeros(parts, D)
-        _call('norm_back', g, len(inverse), D, parts, x, weight, inverse, g.contiguous(), more, dx, half, dw)
+        _call('norm_back', g, len(inverse), D, parts, x, weight, inverse, g, more, dx, half, dw)
         return dx,(dx if half is None else half) if ctx.adds else None,dw.sum(0),None,None
 
 class FusedGate(torch.autograd.Function):
@@ -379,7 +380,8 @@ def fused_memory(
     chunk = min(tokens, max(1, CHUNK//V))*V*size # scores
     res = dict(weights=4*n + cfg.n_layers*size*copied*dim, gradients=4*n, optimizer=8*n,
                activations=tokens*(cfg.n_layers*block + (4+size)*dim),
-               logits=chunk + (4+size)*V*dim) # and the output layer's gradient
+               logits=chunk + (4+size)*V*dim, # and the output layer's gradient
+               workspace=tokens*(8*dim + 3*size*cfg.ffn_dim)) # gradients that pass through a block
     return res | dict(total=sum(res.values()))
 
 # %% ../nbs/06b_fused.ipynb #551bb9a2
