@@ -19,7 +19,7 @@ from .run import _check_batch, _open_splits, dry_run, log, prepare, prepare_corp
 from .run import prepare_tokenizer, train
 
 # %% ../nbs/13_launch.ipynb #f98b4aae
-SWITCHES = ('json', 'stream', 'resume', 'dry_run', 'gpu')  # alone, or with true or false
+SWITCHES = ('json', 'stream', 'resume', 'dry_run', 'gpu', 'markdown')  # alone, or with true or false
 
 def _split(
     argv # words of a command line
@@ -144,18 +144,21 @@ def run_sample(words:list, flags:dict)->Optional[dict]:
     for piece in generator.stream(**settings): print(piece, end='', flush=True)
     print()
 
-BENCHES = ('machine', 'train', 'sample', 'data', 'tokenizer', 'startup')
+BENCHES = ('machine', 'train', 'memory', 'sample', 'data', 'tokenizer', 'startup', 'scale', 'curves')
 BENCH_FLAGS = dict(
     vs='peers, separated by commas: transformers, llama2c, llama.cpp',
-    llama2c='folder of llama2.c (run.c, model.py)', batch='sequences of a training step (default: 16)',
+    llama2c='folder of llama2.c (run.c, model.py)',
+    batch='sequences of a training step (default: 16; scale and curves: 4)',
     vocab='vocabulary size (default: 4096)', threads='CPU threads (default: PyTorch\'s)',
     rounds='turns of each way (default: 5)',
+    stories='file, folder or glob of stories for curves (default: builtin)',
+    markdown='print a table for a README',
     gpu='measure training on the GPU instead, in under eight minutes')
 
 def run_bench(words:list, flags:dict)->dict:
     "Measure the speed"
     from tinyllm.bench import bench
-    flags = {k:_flag(flags, k) if k == 'gpu' else _value(flags, k) for k in list(flags)}
+    flags = {k:_flag(flags, k) if k in ('gpu', 'markdown') else _value(flags, k) for k in list(flags)}
     if unknown := sorted(set(words)-set(BENCHES) | set(flags)-set(BENCH_FLAGS)): raise TinyLLMError(
         f'{unknown[0]!r} is not known', 'bench',
         f'measure some of {", ".join(BENCHES)}; flags: --{", --".join(BENCH_FLAGS)}')

@@ -642,6 +642,7 @@ def dry_run(
 )->dict: # parameters, flops_per_token, memory_gb, tokens_per_s, eta_hours
     "What a run would cost, measured on noise: the fastest of three micro-batches"
     import torch
+    from tinyllm.fused import fused_memory
     from tinyllm.model import count_params, flops_per_token, memory_estimate
     from tinyllm.tokenizer import Tokenizer
     from tinyllm.training import train_step
@@ -660,7 +661,8 @@ def dry_run(
         float(train_step(state, [(x, x)], x.numel())['loss'])
         seconds.append(time.perf_counter()-began)
     rate,dtype = x.numel()/min(seconds),str(state.dtype).removeprefix('torch.')
-    memory = memory_estimate(m, t.micro_batch_size, None, dtype, state.device.type)['total']
+    memory = (fused_memory(m, t.micro_batch_size, None, dtype) if state.path == 'fused' else
+              memory_estimate(m, t.micro_batch_size, None, dtype, state.device.type))['total']
     tokens = t.steps*t.tokens_per_step
     return dict(parameters=count_params(m), flops_per_token=flops_per_token(m, m.seq_len),
                 memory_gb=memory/1e9, accumulation=t.tokens_per_step//x.numel(), tokens=tokens,
