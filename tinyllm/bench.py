@@ -85,7 +85,7 @@ def bench_resume(
     settings:dict=None, # of the run, by `section.key`; none: a small one
     steps:int=20 # behind the resumption
 )->list: # rows of `report`
-    "The steps of a run that a new process goes on with: the first, the second, all that follow"
+    "Steps of a run that a new process goes on with: those behind the first, which begins the count"
     with tempfile.TemporaryDirectory() as folder:
         own = {'corpus.num_stories':400, 'tokenizer.vocab_size':512, 'data.dir':f'{folder}/data',
                'run.dir':folder, 'run.name':'r', 'train.steps':steps+3, 'train.log_every':1,
@@ -96,7 +96,7 @@ def bench_resume(
             'tinyllm.launch', *[f'--{k}={v}' for k,v in own.items()], *more],
             capture_output=True, check=True)
         ms = [r['step_ms'] for r in read_metrics(f'{folder}/r') if r['event'] == 'train' and r['step'] > 3]
-    parts = {'later steps':ms[2:], 'resumed, step 1':ms[:1], 'resumed, step 2':ms[1:2]}
+    parts = {'later steps':ms[3:], 'resumed, step 2':ms[1:2], 'resumed, step 3':ms[2:3]}
     rates = {k:sorted(1e3/o for o in v) for k,v in parts.items()}
     usual = statistics.median(rates['later steps'])
     return [dict(bench='startup', way=k, unit='steps/s', rate=statistics.median(v), low=v[len(v)//4],
