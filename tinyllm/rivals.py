@@ -312,7 +312,8 @@ def bench_guesses(
         for what,k in (('kernel', 0), (f'{guesses} guesses', guesses)):
             tell = lambda m=model, k=k: our_text(m, 1, cfg.seq_len-1, kernel='on', speculate=k)
             texts[f'{what}, {name}'],ways[f'{what}, {name}'] = tell(),lambda f=tell: (f(), None)[1]
-        rows,(one,other) = report('sample', race(ways, rounds), dict.fromkeys(ways, cfg.seq_len-1), 'tokens'),texts.values()
+        (one,other),work = texts.values(),dict.fromkeys(ways, cfg.seq_len-1)
+        rows = report('sample', race(ways, rounds), work, 'tokens')
         res += [row | dict(same_tokens=torch.equal(one, other)) for row in rows]
     return res
 
