@@ -95,8 +95,9 @@ def bench_resume(
         for more in (['--train.stop_at_step=3'], ['--resume']): subprocess.run([sys.executable, '-m',
             'tinyllm.launch', *[f'--{k}={v}' for k,v in own.items()], *more],
             capture_output=True, check=True)
-        ms = [r['step_ms'] for r in read_metrics(f'{folder}/r') if r['event'] == 'train' and r['step'] > 3]
-    parts = {'later steps':ms[3:], 'resumed, step 2':ms[1:2], 'resumed, step 3':ms[2:3]}
+        rows = [r for r in read_metrics(f'{folder}/r') if r['event'] == 'train' and r['step'] > 3]
+    ms = [r['step_ms'] for r in rows if r['step_ms']]
+    parts = {'later steps':ms[2:], 'resumed, step 2':ms[:1], 'resumed, step 3':ms[1:2]}
     rates = {k:sorted(1e3/o for o in v) for k,v in parts.items()}
     usual = statistics.median(rates['later steps'])
     return [dict(bench='startup', way=k, unit='steps/s', rate=statistics.median(v), low=v[len(v)//4],
