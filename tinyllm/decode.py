@@ -10,6 +10,7 @@ __all__ = ['PAGE', 'WORTH_IT', 'why_not', 'big_zeros', 'layer_weights', 'Decoder
 import contextlib, ctypes, math, mmap
 import torch
 from .config import TinyLLMError
+from .joined import strange_part
 from .kernel import CBatch, CChoice, CLayer, CModel, kernel_ready, load_kernel, pack_panels
 from .layers import KVCache
 from .model import Transformer
@@ -35,7 +36,7 @@ def why_not(
         if p.device.type != 'cpu': return f'the model is on {p.device.type}, the kernel is for a CPU'
         if p.dtype != torch.float32: return f'the weights are {p.dtype}, the kernel knows float32'
         if name not in _names(model.cfg): return f'the kernel has no place for {name}'
-    if model.cfg.mask_stories: return 'stories of one window are masked'
+    if part := strange_part(model): return part
     if not find_compiler() and not kernel_ready(): return 'there is no C compiler'
 
 # %% ../nbs/10b_decode.ipynb #cb1beacb

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PEERS', 'check_peers', 'peer_config', 'hf_model', 'llama2c_step', 'transformers_step', 'our_step', 'train_ways',
-           'bench_train', 'bench_memory', 'write_llama2c', 'write_ids', 'RunC', 'lively', 'plain_text', 'KernelText',
-           'bench_sample', 'decode_point']
+           'bench_train', 'bench_memory', 'write_llama2c', 'write_ids', 'RunC', 'lively', 'plain_text', 'our_text',
+           'KernelText', 'bench_sample', 'bench_guesses', 'decode_point']
 
 # %% ../nbs/15a_rivals.ipynb #088e5a33
 import contextlib, importlib.util, io, os, statistics, struct, subprocess, sys, tempfile
@@ -23,6 +23,7 @@ from .layers import KVCache
 from .model import Transformer, flops_per_token, params_by_part
 from .native import find_compiler
 from .race import peak_memory, race, report
+from .sampling import generate
 from .tokenizer import prepare_tokenizer
 from .training import TrainState, train_step
 
@@ -265,6 +266,10 @@ def plain_text(model:Transformer, rows:int, n:int)->torch.Tensor: # (n, rows)
         out.append(tokens[:, 0])
     return torch.stack(out)
 
+def our_text(model, rows:int, n:int, **how)->torch.Tensor: # (n, rows)
+    "Greedy by `generate`, as a user calls it: laying out the weights is part of it"
+    return torch.tensor(generate(model, [[1]]*rows, n, temperature=0., **how)).T
+
 class KernelText:
     "Greedy by the C kernel; packed once, as run.c reads its file once"
     def __init__(self, model:Transformer, rows:int):
@@ -322,11 +327,31 @@ def bench_sample(
             if not why_not(model):
                 kernel = KernelText(model, r)
                 add(f'tinyllm kernel, {r}', lambda k=kernel: k(n), r)
-            add(f'tinyllm PyTorch, {r}', lambda r=r: plain_text(model, r, n), r)
+            add(f'tinyllm PyTorch, {r}', lambda r=r: our_text(model, r, n), r)
+            add(f'its model alone, {r}', lambda r=r: plain_text(model, r, n), r)
             if 'transformers' in vs: add(f'transformers, {r}', _hf_text(model, r, n), r)
-        res = report('sample', race(ways, rounds), work, 'tokens')
-    first = next(iter(texts.values()))
+        times = race(ways, rounds)
+    res,first = report('sample', times, work, 'tokens'),next(iter(texts.values()))
     for row in res: row['same_tokens'] = texts[row['way']][:n] == first[:n]
+    for r in rows if 'transformers' in vs else ():
+        for row,to in zip(res, report('sample', times, work, 'tokens', f'transformers, {r}')):
+            if row['way'].endswith(f', {r}'): row['to_transformers'] = to['ratio'],to['cpu_ratio']
+    return res + ([] if why_not(model) else bench_guesses(cfg, rounds))
+
+def bench_guesses(
+    cfg:ModelConfig, rounds:int=5, guesses:int=7
+)->list: # rows of `report`, the kernel without guesses as base
+    "Prompt lookup at its worst, on a text that never repeats itself, and at its best; stories lie between"
+    torch.manual_seed(3)
+    res,dull = [],Transformer(cfg).eval() # a fresh model says the same over and over
+    for name,model in {'changing text':lively(cfg), 'repeating text':dull}.items():
+        texts,ways = {},{}
+        for what,k in (('kernel', 0), (f'{guesses} guesses', guesses)):
+            tell = lambda m=model, k=k: our_text(m, 1, cfg.seq_len-1, kernel='on', speculate=k)
+            texts[f'{what}, {name}'],ways[f'{what}, {name}'] = tell(),lambda f=tell: (f(), None)[1]
+        (one,other),work = texts.values(),dict.fromkeys(ways, cfg.seq_len-1)
+        rows = report('sample', race(ways, rounds), work, 'tokens')
+        res += [row | dict(same_tokens=torch.equal(one, other)) for row in rows]
     return res
 
 # %% ../nbs/15a_rivals.ipynb #4ca44c50

@@ -17,6 +17,7 @@ import torch
 from .checkpoint import load_model
 from .config import SampleConfig, TinyLLMError
 from .decode import Chooser, pick_decoder, speculate as guess_and_check
+from .joined import Joined, can_join
 from .layers import KVCache
 from .model import Transformer, pick_device
 from .tokenizer import Tokenizer, check_text
@@ -149,13 +150,19 @@ def check_settings(
 
 # %% ../nbs/11_sampling.ipynb #4507cf3b
 def _choose(logits, u, temperature, top_k, top_p, min_p):
-    "The token of each row: argmax at temperature 0, else the draw that `u` (B,) decides"
-    if not logits.amax(-1).isfinite().all(): raise TinyLLMError('the scores of the next token are not '
-        'finite', 'sampling', 'the weights are damaged or training diverged: use an earlier checkpoint')
-    if temperature == 0: return logits.argmax(-1)
+    "The token of each row: argmax at temperature 0, else what `u` (B,) draws; -1: scores not finite"
+    sound = logits.amax(-1).isfinite()
+    if temperature == 0: return logits.argmax(-1).where(sound, -1)
     kept = filter_logits(logits, temperature, top_k, top_p, min_p)
     exact = torch.float32 if kept.device.type == 'mps' else torch.float64
-    return draw(kept.softmax(-1), u.to(kept.device, exact))
+    return draw(kept.softmax(-1), u.to(kept.device, exact)).where(sound, -1)
+
+def _to_list(tokens)->list:
+    "Tokens from `_choose` as numbers: the one time in a step that the device is waited for"
+    tokens = tokens.tolist()
+    if min(tokens) < 0: raise TinyLLMError('the scores of the next token are not finite', 'sampling',
+        'the weights are damaged or training diverged: use an earlier checkpoint')
+    return tokens
 
 def _uniforms(
     seeds, # one per row
@@ -183,7 +190,9 @@ def sample_logits(
             f'{len(logits)} rows need as many generators', 'sample_logits(generators=…)',
             'give one per row')
         u = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
-    return _choose(logits, u, temperature, top_k, top_p, min_p)
+    tokens = _choose(logits, u, temperature, top_k, top_p, min_p)
+    if len(tokens): _to_list(tokens)  # refuses what is not finite
+    return tokens
 
 # %% ../nbs/11_sampling.ipynb #76ec0931
 def _window_start(
@@ -236,7 +245,7 @@ def generate_plain(
         window = torch.tensor([ids[start:]], device=device_of(model))
         with evaluating(model): logits = model(window)[:, -1]
         rules.start([ids])
-        token = _choose(rules(logits), u, temperature, top_k, top_p, min_p).item()
+        token, = _to_list(_choose(rules(logits), u, temperature, top_k, top_p, min_p))
         if token in stop_ids: break
         ids.append(token)
     return ids[len(prompt):]
@@ -266,13 +275,14 @@ def prefill(
     return last_scores(model, tokens, cache, pad), cache
 
 # %% ../nbs/11_sampling.ipynb #f66cd807
-BLOCK = 16 # steps the kernel runs before anything is handed out
+BLOCK = 16 # steps the kernel runs before anything is handed out; fewer don't pay for joined weights
 
 class _How:
     "What stays the same from step to step"
-    def __init__(self, model, rules, choice, stop_ids, decoder=None, guesses=0):
+    def __init__(self, model, rules, choice, stop_ids, n, decoder=None, guesses=0):
         self.model,self.rules,self.choice,self.stop_ids = model,rules,choice,stop_ids
         self.decoder,self.guesses,self.chooser = decoder,guesses,None
+        if not decoder: self.joined = Joined(model) if n >= BLOCK and can_join(model) else None
         if not decoder: return
         banned = rules.banned.nonzero()[:, 0].tolist()
         self.chooser = Chooser(model.cfg.vocab_size, *choice, rules.penalty, stop_ids, banned)
@@ -286,16 +296,16 @@ class _How:
             self.chooser.start(histories)
             u = torch.stack([next(draws) for _ in range(min(n, BLOCK))])
             yield from self.decoder.run(tokens, cache, self.chooser, len(u), u)
-        else: yield self.choose(last_scores(self.model, tokens[:, None], cache), next(draws))
+        else: yield self.choose(self.scores(tokens[:, None], cache)[:, -1], next(draws))
+    def scores(self, tokens, cache):
+        "What `model(tokens, cache)` returns, by the quickest way there is"
+        if quick := self.decoder or self.joined: return quick.scores(tokens, cache)
+        return self.model.logits(self.model.hidden(tokens.to(device_of(self.model)), cache))
     def _guessing(self, cache, history, n, draws):
         "The same for one row, guesses checked several at a time"
-        m,u = self.model,torch.cat([next(draws) for _ in range(n)])
-        def scores(tokens, cache):
-            if self.decoder: return self.decoder.scores(tokens, cache)
-            return m.logits(m.hidden(tokens.to(device_of(m)), cache))
-        choose = self.chooser or self.choose
-        for new in guess_and_check(scores, choose, history, cache, u, self.guesses):
-            for t in new: yield torch.tensor([t], device=device_of(m))
+        u,choose = torch.cat([next(draws) for _ in range(n)]),self.chooser or self.choose
+        for new in guess_and_check(self.scores, choose, history, cache, u, self.guesses):
+            for t in new: yield torch.tensor([t], device=device_of(self.model))
 
 def _steps(how, prompts, max_new_tokens, seeds):
     "Yield the new tokens of each step, {row: id}; a row that has ended is left out"
@@ -318,7 +328,7 @@ def _steps(how, prompts, max_new_tokens, seeds):
             block = how.onward(tokens, cache, now, min(left, capacity-cache.length), draws)
         for tokens in block:  # (rows in the cache,)
             how.rules.note(tokens)
-            new = {r:t for r,t in zip(rows, tokens.tolist()) if r in live and t not in how.stop_ids}
+            new = {r:t for r,t in zip(rows, _to_list(tokens)) if r in live and t not in how.stop_ids}
             for r,t in new.items(): histories[r].append(t)
             live,step = list(new),step+1
             yield new
@@ -381,7 +391,7 @@ def generate(
     _check_prompts(model, prompts, banned_ids, stop_ids)
     seeds,res = _row_seeds(seeds, len(prompts)),[[] for _ in prompts]
     rules = _Rules(model.cfg.vocab_size, stop_ids, banned_ids, repetition_penalty, device_of(model))
-    how = _How(model, rules, (temperature, top_k, top_p, min_p), stop_ids,
+    how = _How(model, rules, (temperature, top_k, top_p, min_p), stop_ids, max_new_tokens,
                pick_decoder(model, kernel, max_new_tokens*len(prompts))[0], speculate)
     groups = [[r] for r in range(len(prompts))] if speculate else [range(len(prompts))]
     with evaluating(model):
@@ -459,7 +469,7 @@ def stream(
     rules = _Rules(model.cfg.vocab_size, **ends, repetition_penalty=repetition_penalty,
                    device=device_of(model))
     how = _How(model, rules, (temperature, top_k, top_p, min_p), ends['stop_ids'],
-               pick_decoder(model, kernel, max_new_tokens)[0], speculate)
+               max_new_tokens, pick_decoder(model, kernel, max_new_tokens)[0], speculate)
     steps = _steps(how, [ids], max_new_tokens, [seed])
     return _pieces(model, tokenizer.stream(), ids, steps, echo)
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['C_WINDOWS', 'WORTH_COMPILING', 'native_reader', 'pick_reader']
 
-# %% ../nbs/03b_windows.ipynb #8364d2b8
+# %% ../nbs/03b_windows.ipynb #3a5875c5
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +15,7 @@ from .data import get_batch
 from .native import INT, POINTER, build, is_built, load
 from .shards import TokenSplit
 
-# %% ../nbs/03b_windows.ipynb #2fbeff13
+# %% ../nbs/03b_windows.ipynb #7e789e22
 C_WINDOWS = r'''
 #include <stdint.h>
 int64_t tinyllm_windows(int64_t n, int64_t T, const uint64_t *where, int64_t *x, int64_t *y) {
@@ -33,7 +33,7 @@ int64_t tinyllm_windows(int64_t n, int64_t T, const uint64_t *where, int64_t *x,
 '''
 _FUNCTIONS = (('tinyllm_windows', INT, INT, INT, POINTER, POINTER, POINTER),)
 
-# %% ../nbs/03b_windows.ipynb #698cacd7
+# %% ../nbs/03b_windows.ipynb #e036fe94
 def native_reader(
     split:TokenSplit # the row, of 16-bit ids
 )->Callable: # takes and returns what `get_batch` does
@@ -61,7 +61,7 @@ def native_reader(
         return x, y
     return read
 
-# %% ../nbs/03b_windows.ipynb #1e6e89eb
+# %% ../nbs/03b_windows.ipynb #f42210cc
 WORTH_COMPILING = 10**9 # tokens of a run
 
 def pick_reader(
