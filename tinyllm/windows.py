@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from .config import TinyLLMError
 from .data import get_batch
-from .native import INT, POINTER, build, is_built, load
+from .native import INT, POINTER, is_built, load
 from .shards import TokenSplit
 
 # %% ../nbs/03b_windows.ipynb #7e789e22
