@@ -12,6 +12,7 @@ import gc, itertools, json, os, shutil, statistics, subprocess, sys, tempfile, t
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Callable
 import numpy as np
 import torch
 from .config import Config, CorpusConfig, ModelConfig, OptimConfig, TinyLLMError, TrainConfig
@@ -182,7 +183,8 @@ def plot_scale(
 
 # %% ../nbs/15b_bench.ipynb #e71291d6
 def learning_curve(
-    cfg:ModelConfig, split, val, # shape; tokens to train on and to evaluate on
+    cfg:ModelConfig, # shape
+    split:TokenSplit, val:TokenSplit, # tokens to train on, and to evaluate on
     dtype:torch.dtype, seed:int, steps:int=300, batch:int=4, every:int=30
 ): # yields (step, loss on fixed windows of `val` [nats/token])
     "A short training run"
@@ -201,9 +203,11 @@ def learning_curve(
 def bench_curves(
     cfg:ModelConfig, # shape
     stories:str='builtin', # or a file, folder or glob of stories
-    seeds:int=3, num_stories:int=5000, tell=None, **how
+    seeds:int=3, num_stories:int=5000,
+    tell:Callable=None, # called with each row
+    **how # for `learning_curve`
 )->list: # a dict an evaluation: seed, step, float32, bfloat16, gap
-    "Evaluation losses in both types; `how` goes to `learning_curve`, `tell` gets each row at once"
+    "Evaluation losses in both types; a row as soon as it is known goes to `tell`"
     with tempfile.TemporaryDirectory() as folder:
         corpus = open_corpus(CorpusConfig(source=stories, num_stories=num_stories), folder, progress=False)
         tokenizer = prepare_tokenizer(corpus, Path(folder)/'tok.model', cfg.vocab_size, 100.)

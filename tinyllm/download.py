@@ -99,7 +99,7 @@ def _refuse_promise(told:dict, expect:dict, have:int, folder:Path, url:str):
         f'{need/1e6:,.1f} MB are to come, and {free/1e6:,.1f} MB are free', str(folder),
         'make room, or choose another folder with data.dir')
 
-def sha256_of(path)->str: # hexadecimal
+def sha256_of(path:Path)->str: # hexadecimal
     "SHA-256 of a file's bytes, in constant memory"
     with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()
 

@@ -83,7 +83,14 @@ class Joined:
             self.head = lay(head.weight[:self.cfg.vocab_size])
             self.norm = lay_norm(model.model.norm)
 
-    def layer(self, x, i, turn, mask, new, seen): # x (B*T, dim), the residual stream
+    def layer(self,
+        x, # the residual stream, (B*T, dim)
+        i:int, # of the layer
+        turn, # cosines and sines of the new positions
+        mask, # what each new token may see, or none
+        new, # the layer's cache at the new positions: keys, values
+        seen # the whole cache so far, `new` included: keys, values
+    ): # x, as the next layer wants it
         "What `Block.forward` does"
         c,(B,T) = self.cfg,new[0].shape[:2]
         before,after,q_norm,k_norm,qkv,bias,out,gate_up,down = self.layers[i]

@@ -266,7 +266,7 @@ def plain_text(model:Transformer, rows:int, n:int)->torch.Tensor: # (n, rows)
         out.append(tokens[:, 0])
     return torch.stack(out)
 
-def our_text(model, rows:int, n:int, **how)->torch.Tensor: # (n, rows)
+def our_text(model:Transformer, rows:int, n:int, **how)->torch.Tensor: # (n, rows)
     "Greedy by `generate`, as a user calls it: laying out the weights is part of it"
     return torch.tensor(generate(model, [[1]]*rows, n, temperature=0., **how)).T
 
