@@ -1004,6 +1004,4 @@ d = { 'settings': { 'branch': 'main',
                                  'tinyllm.widgets.stderr': ('widgets.html#stderr', 'tinyllm/widgets.py'),
                                  'tinyllm.widgets.stories_widget': ('widgets.html#stories_widget', 'tinyllm/widgets.py'),
                                  'tinyllm.widgets.surprise_widget': ('widgets.html#surprise_widget', 'tinyllm/widgets.py'),
-                                 'tinyllm.widgets.tokens_widget': ('widgets.html#tokens_widget', 'tinyllm/widgets.py')},
-            'tinyllm.windows': { 'tinyllm.windows.native_reader': ('windows.html#native_reader', 'tinyllm/windows.py'),
-                                 'tinyllm.windows.pick_reader': ('windows.html#pick_reader', 'tinyllm/windows.py')}}}
+                                 'tinyllm.widgets.tokens_widget': ('widgets.html#tokens_widget', 'tinyllm/widgets.py')}}}

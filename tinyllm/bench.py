@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from .config import Config, CorpusConfig, ModelConfig, OptimConfig, TinyLLMError, TrainConfig
 from .corpus import open_corpus
-from .data import StepBatches, get_batch, open_tokens
+from .data import StepBatches, open_tokens
 from .fused import fused_memory
 from .metrics import peak_flops, read_metrics, show_mfu
 from .model import Transformer, flops_per_token
@@ -26,7 +26,6 @@ from .rivals import bench_memory, bench_sample, bench_train, check_peers, our_st
 from .shards import TokenSplit, prepare_tokens
 from .tokenizer import prepare_tokenizer, train_tokenizer
 from .training import TrainState, evaluate, train_step
-from .windows import pick_reader
 
 # %% ../nbs/15b_bench.ipynb #5f560196
 class _OneByOne(torch.utils.data.Dataset):
@@ -52,18 +51,16 @@ def bench_data(
         source = np.ones(tokens*9, np.uint8)  # an id is read, 2 bytes, and written twice, 8 each
         target = np.ones_like(source)
         firsts = itertools.count(0, steps)  # in each round other windows, whose order is not yet known
-        def ours(get, many=None):
-            batches = StepBatches(split, T, batch*T, batch, seed=1, get=get)
+        def ours(many=None):
+            batches = StepBatches(split, T, batch*T, batch, seed=1)
             def run():
                 first = next(firsts)
                 if many: reads = (batches.read(first+i, many) for i in range(0, steps, many))
                 else: reads = batches.prefetch(first, first+steps)
                 for _ in reads: pass
             return run
-        fast = pick_reader(split, 10**12)
         ways = {'DataLoader':lambda: [None for _ in zip(range(steps), loader)] and None,
-                'tinyllm':ours(fast), 'tinyllm, no thread':ours(fast, 32),
-                'tinyllm, plain':ours(get_batch), 'copy':lambda: np.copyto(target, source)}
+                'tinyllm':ours(), 'tinyllm, no thread':ours(32), 'copy':lambda: np.copyto(target, source)}
         times = race(ways, rounds)
         rows = report('data', times, dict.fromkeys(ways, tokens), 'tokens')
         for row,copy in zip(rows, report('data', times, dict.fromkeys(ways, tokens), 'tokens', 'copy')):

@@ -11,7 +11,7 @@ __all__ = ['n_windows', 'read_windows', 'get_batch', 'mix', 'permute', 'window_i
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -122,12 +122,10 @@ class StepBatches:
         micro_batch_size:int, # windows a rank reads at once
         seed:int, # of the order
         rank:int=0, world_size:int=1, # this process among how many
-        pad_id:int=None, # this id is no target, where it stands in the data
-        get:Callable=get_batch # reads windows; a later notebook has a faster one
+        pad_id:int=None # this id is no target, where it stands in the data
     ):
         check_batch_sizes(seq_len, tokens_per_step, micro_batch_size, world_size)
         self.split, self.seq_len, self.seed, self.pad_id = split, seq_len, seed, pad_id
-        self.get = get
         self.micro_batch_size, self.rank, self.world_size = micro_batch_size, rank, world_size
         self.windows_per_step = tokens_per_step//seq_len
         self.n_micro = self.windows_per_step//(micro_batch_size*world_size) # accumulation
@@ -161,7 +159,7 @@ def read(self:StepBatches,
 )->list: # n lists as `step` returns them
     "What this rank reads in several steps"
     mine = self.ids(step, n).reshape(n*self.n_micro, self.world_size, -1)[:,self.rank]
-    both = self.get(self.split, mine.reshape(-1), self.seq_len, self.pad_id)
+    both = get_batch(self.split, mine.reshape(-1), self.seq_len, self.pad_id)
     if pin: both = [o.pin_memory() for o in both]
     x, y = (o.view(-1, self.micro_batch_size, self.seq_len).unbind() for o in both)
     pairs = list(zip(x, y)) # n*n_micro

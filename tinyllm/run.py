@@ -298,11 +298,9 @@ def _parts(
     "What can be refused before a run is entered"
     from tinyllm.data import StepBatches
     from tinyllm.sampling import story_sampler
-    from tinyllm.windows import pick_reader
     t = cfg.train
     batches = StepBatches(splits['train'], cfg.model.seq_len, t.tokens_per_step,
-                          t.micro_batch_size, t.seed, world.rank, world.size, cfg.model.pad_id,
-                          pick_reader(splits['train'], t.steps*t.tokens_per_step//world.size))
+                          t.micro_batch_size, t.seed, world.rank, world.size, cfg.model.pad_id)
     few = dataclasses.replace(cfg.sample, num_samples=1)  # one story on the way, all at the end
     tellers = {False:story_sampler(tokenizer, few), True:story_sampler(tokenizer, cfg.sample)}
     return batches,_evaluator(cfg, splits, tokenizer, world),tellers
