@@ -84,6 +84,7 @@ def make_sources():
     if clash: raise DocsError(f"two notebooks make one page: {', '.join(p.name for p in clash)}; rename one")
     for page in [*pages, PROC/"_quarto.yml"]:
         source = clean_links(page.read_text(encoding="utf-8"), numbered)
+        source = re.sub(r"(#{2,5} \w+\.)__(\w+)__", r"\1\\\\_\\\\_\2\\\\_\\\\_", source) # else Markdown takes `__repr__` for bold
         source = re.sub(r'\s*"output-file: [^"]*",', "", source) # Quarto's way to the same names; smalldocs has none
         page.unlink()
         page.with_name(clean_name(page.name)).write_text(source, encoding="utf-8")
@@ -96,6 +97,8 @@ MATH = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</spa
 KATEX = re.compile(r'<(?:link|script)[^>]*katex[^>]*>(?:</script>)?\s*')
 
 REMOTE = re.compile(r"""@import\s*(?:url\(\s*["']?(?:https?:)?//[^)]*\)|["'](?:https?:)?//[^"']*["'])[^;]*;""")
+
+IN_CODE = re.compile(r"\[`([^`<>]+)`\]\(https?://[^)\s<]*\)") # a link that nbdev wrote into the comments of a signature, where it is none
 
 FIGURE = re.compile(r'<img src="data:image/png;base64,([^"]+)"')
 
@@ -185,6 +188,7 @@ def finish_site():
         def here(m): # the source of the module of this page, for nbdev may have found a namesake
             return m.group(1) + (f"{module}.py#L{lines[m.group(4)]}" if m.group(4) in lines else m.group(2)) + m.group(3) + m.group(4)
         text = ENTRY.sub(here, text)
+        text = IN_CODE.sub(r"`\1`", text)
         (SITE/name).write_text(text, encoding="utf-8")
     for style in SITE.rglob("*.css"): # the themes ask a server for fonts; every browser has some that do
         style.write_text(REMOTE.sub("", style.read_text(encoding="utf-8")), encoding="utf-8")
