@@ -272,10 +272,15 @@ def play(box):
     before = offers()
     turn(box, "Look at token", 6*["ArrowLeft"])
     until(lambda: here() == len(whole) - 6 and offers() != before, "six tokens back, other words are on offer")
-    box.query_selector_all(".tinyllm-words button")[3].click()
-    until(lambda: here() == 3, "a click on a token leads there")
-    offered()[-1].click()
-    def begins(): return "".join(words()).startswith("".join(whole[:3])) # as text: its end may be cut into other tokens
+    for at in range(3, len(whole)): # the first place where something else is on offer, too
+        box.query_selector_all(".tinyllm-words button")[at].click()
+        until(lambda: here() == at, f"a click on token {at} leads there")
+        time.sleep(1) # its offers follow
+        others = [b for b in offered() if b.inner_text().strip() != whole[at].strip()]
+        if others: break
+    else: raise Seen(f"nothing else was ever on offer in {whole}")
+    others[-1].click()
+    def begins(): return "".join(words()).startswith("".join(whole[:at])) # as text: its end may be cut into other tokens
     until(lambda: told() and begins() and words()[:-1] != whole, "another branch is told")
     return f"{seen} states of the text while it was told, then another branch: {''.join(words())[:60]!r}"
 
