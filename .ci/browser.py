@@ -276,7 +276,7 @@ def play(box):
         box.query_selector_all(".tinyllm-words button")[at].click()
         until(lambda: here() == at, f"a click on token {at} leads there")
         time.sleep(1) # its offers follow
-        others = [b for b in offered() if b.inner_text().strip() != whole[at].strip()]
+        others = [b for b in offered() if b.inner_text().replace("␣", " ").strip() != whole[at].strip()]
         if others: break
     else: raise Seen(f"nothing else was ever on offer in {whole}")
     others[-1].click()
