@@ -571,7 +571,7 @@ def in_browser(what:str, timeout:int):
 def browser():
     "In JupyterLab in a real browser: every notebook with widgets runs, each widget answers, a run is steered, a story streams"
     before = tree()
-    try: return in_browser("notebooks", 7200)
+    try: return in_browser("notebooks", 2400)
     finally: must_not_change("the browser", before)
 
 
@@ -579,7 +579,7 @@ def browser():
 def site():
     "The built site in a real browser: no error, no broken link or image, search, themes, telephone"
     if not (ROOT/"_docs"/"index.html").exists(): sh(PYTHON, ".ci/docs.py", env=environment(offline=True))
-    return in_browser("site", 3600)
+    return in_browser("site", 900)
 
 
 @check

@@ -10,21 +10,25 @@ __all__ = ['GPU_WAYS', 'bench_data', 'bench_tokenizer', 'bench_startup', 'bench_
 # %% ../nbs/15b_bench.ipynb #530dfa22
 import gc, itertools, json, os, shutil, statistics, subprocess, sys, tempfile, time
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Callable
 import numpy as np
 import torch
 from .config import Config, CorpusConfig, ModelConfig, OptimConfig, TinyLLMError, TrainConfig
+from .config import load_config
 from .corpus import open_corpus
 from .data import StepBatches, open_tokens
 from .fused import fused_memory
 from .metrics import peak_flops, read_metrics, show_mfu
 from .model import Transformer, flops_per_token
 from .race import bench_machine, machine, peak_memory, race, report
-from .rivals import bench_memory, bench_sample, bench_train, check_peers, our_step, peer_config
+from .rivals import bench_memory, bench_sample, bench_train, check_peers, our_state, our_step
+from .rivals import transformers_step
+from .run import prepare
 from .shards import TokenSplit, prepare_tokens
-from .tokenizer import prepare_tokenizer, train_tokenizer
+from .tokenizer import train_tokenizer
 from .training import TrainState, evaluate, train_step
 
 # %% ../nbs/15b_bench.ipynb #5f560196
@@ -59,7 +63,7 @@ def bench_data(
                 else: reads = batches.prefetch(first, first+steps)
                 for _ in reads: pass
             return run
-        ways = {'DataLoader':lambda: [None for _ in zip(range(steps), loader)] and None,
+        ways = {'DataLoader':lambda: [None for _ in zip(range(steps), loader)],
                 'tinyllm':ours(), 'tinyllm, no thread':ours(32), 'copy':lambda: np.copyto(target, source)}
         times = race(ways, rounds)
         rows = report('data', times, dict.fromkeys(ways, tokens), 'tokens')
@@ -84,9 +88,9 @@ def bench_tokenizer(
             prepare_tokens(filed, tokenizer, out, num_threads=threads)
             shutil.rmtree(out)
         plain = tokenizer._sp.encode
-        ways = {'one by one':lambda: [plain(t) for t in texts] and None,
-                'batch, lists':lambda: plain(texts, num_threads=threads) and None,
-                'tinyllm':lambda: tokenizer.encode_arrays(texts, num_threads=threads) and None,
+        ways = {'one by one':lambda: [plain(t) for t in texts],
+                'batch, lists':lambda: plain(texts, num_threads=threads),
+                'tinyllm':lambda: tokenizer.encode_arrays(texts, num_threads=threads),
                 'prepare':prepare}
         mb = sum(len(t.encode()) for t in texts)/1e6
         return report('tokenizer', race(ways, rounds), dict.fromkeys(ways, mb), 'MB')
@@ -105,30 +109,29 @@ def bench_startup(
         wall,after = time.perf_counter()-began,os.times()
         return wall,after.children_user+after.children_system-before.children_user-before.children_system
     ways = {k:lambda line=line: start(line) for k,line in code.items()}
-    return report('startup', race(ways, rounds), dict.fromkeys(ways, 1), 'starts', 'python') + bench_resume()
+    return report('startup', race(ways, rounds), dict.fromkeys(ways, 1), 'starts', 'python') + bench_resume(rounds)
 
 def bench_resume(
-    settings:dict=None, # of the run, by `section.key`; none: a small one
-    steps:int=20 # behind the resumption
+    rounds:int=3, # resumptions
+    steps:int=20 # of each
 )->list: # rows of `report`
-    "Steps of a run that a new process goes on with: those behind the first, which begins the count"
+    "Steps of a run that a new process goes on with: those after the first, which begins the count"
     with tempfile.TemporaryDirectory() as folder:
         own = {'corpus.num_stories':400, 'tokenizer.vocab_size':512, 'data.dir':f'{folder}/data',
-               'run.dir':folder, 'run.name':'r', 'train.steps':steps+3, 'train.log_every':1,
+               'run.dir':folder, 'run.name':'r', 'train.steps':rounds*steps+3, 'train.log_every':1,
                'train.eval_every':0, 'train.eval_tokens':1000, 'model.dim':128,
                'model.n_layers':4, 'model.n_heads':4, 'model.seq_len':128, 'train.tokens_per_step':1024,
-               'train.micro_batch_size':8, 'train.threads':torch.get_num_threads()} | (settings or {})
-        for more in (['--train.stop_at_step=3'], ['--resume']): subprocess.run([sys.executable, '-m',
-            'tinyllm.launch', *[f'--{k}={v}' for k,v in own.items()], *more],
-            capture_output=True, check=True)
-        rows = [r for r in read_metrics(f'{folder}/r') if r['event'] == 'train' and r['step'] > 3]
-    ms = [r['step_ms'] for r in rows if r['step_ms']]
-    parts = {'later steps':ms[2:], 'resumed, step 2':ms[:1], 'resumed, step 3':ms[1:2]}
-    rates = {k:sorted(1e3/o for o in v) for k,v in parts.items()}
-    usual = statistics.median(rates['later steps'])
-    return [dict(bench='startup', way=k, unit='steps/s', rate=statistics.median(v), low=v[len(v)//4],
-                 high=v[-1-len(v)//4], ms=1e3/statistics.median(v), cpu_ms=None, base='later steps',
-                 ratio=statistics.median(v)/usual, cpu_ratio=None) for k,v in rates.items()]
+               'train.micro_batch_size':8, 'train.threads':torch.get_num_threads()}
+        for n in range(rounds+1): # a beginning, and what is gone on with
+            subprocess.run([sys.executable, '-m', 'tinyllm.launch', *[f'--{k}={v}' for k,v in own.items()],
+                            f'--train.stop_at_step={3+n*steps}', '--resume'], capture_output=True, check=True)
+        took = {r['step']:r['step_ms'] for r in read_metrics(f'{folder}/r', 'train')}
+    times = {'later steps':[], 'resumed, step 2':[], 'resumed, step 3':[]}
+    for n in range(rounds):
+        _,second,third,*later = [took[3+n*steps+i] for i in range(1, steps+1)]
+        for ms,runs in zip((statistics.median(later), second, third), times.values()):
+            runs.append((ms/1e3, 0.)) # the processor's time is not in the log
+    return report('startup', times, dict.fromkeys(times, 1), 'steps')
 
 # %% ../nbs/15b_bench.ipynb #b8bda8ad
 def scale_shapes(
@@ -153,7 +156,7 @@ def bench_scale(
         memory[way] = peak_memory(build),fused_memory(c, batch, None, name)['total']
         ways[way] = build()
     work = {k:flops_per_token(c)*batch*c.seq_len/1e9 for k,c in shapes.items()}
-    rows = report('scale', race({k:lambda f=f: (f(), None)[1] for k,f in ways.items()}, rounds), work, 'GFLOP')
+    rows = report('scale', race(ways, rounds), work, 'GFLOP')
     for row in rows: row |= dict(gflop=work[row['way']], memory=memory[row['way']][0], estimate=memory[row['way']][1])
     return rows
 
@@ -206,10 +209,10 @@ def bench_curves(
 )->list: # a dict an evaluation: seed, step, float32, bfloat16, gap
     "Evaluation losses in both types; a row as soon as it is known goes to `tell`"
     with tempfile.TemporaryDirectory() as folder:
-        corpus = open_corpus(CorpusConfig(source=stories, num_stories=num_stories), folder, progress=False)
-        tokenizer = prepare_tokenizer(corpus, Path(folder)/'tok.model', cfg.vocab_size, 100.)
-        prepare_tokens(corpus, tokenizer, Path(folder)/'tokens', val_fraction=.1)
-        split,val = (open_tokens(Path(folder)/'tokens', o) for o in ('train', 'val'))
+        _,tokens = prepare(load_config(overrides={
+            'corpus.source':stories, 'corpus.num_stories':num_stories, 'data.val_fraction':.1,
+            'tokenizer.vocab_size':cfg.vocab_size, 'data.dir':folder}))
+        split,val = (open_tokens(tokens, o) for o in ('train', 'val'))
         rows = []
         for seed in range(seeds):
             for (step,a),(_,b) in zip(*(learning_curve(cfg, split, val, d, seed, **how)
@@ -257,30 +260,13 @@ GPU_WAYS = dict( # {way: (what is compiled, how)}; in this order, so that the ti
 
 def _our_gpu_step(cfg, x, y, what, how):
     "Our training step, compiled as asked"
-    batch,device = len(x),x.device
-    run = Config(model=cfg, train=TrainConfig(tokens_per_step=x.numel(), micro_batch_size=batch, fused='off'))
-    state = TrainState(run, Transformer(cfg).to(device), device, torch.bfloat16)
+    state = our_state(cfg, x, torch.bfloat16, fused='off')
     if what == 'block':
         for block in state.model.model.layers: block.compile(**how)
     if what == 'step': state.parallel.whole.run = torch.compile(state.model.loss, **how)
     def step():
         torch.compiler.cudagraph_mark_step_begin() # what the last step returned may be written over
         return train_step(state, [(x, y)], x.numel())['loss']
-    return step
-
-def _peer_gpu_step(cfg, x, y, what, how):
-    "transformers' Llama with fused AdamW"
-    from transformers import LlamaForCausalLM
-    model = LlamaForCausalLM(peer_config(cfg)).to(x.device).train()
-    run = torch.compile(model, **how) if what else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(.9, .95), weight_decay=.1, fused=True)
-    def step():
-        with torch.autocast(x.device.type, torch.bfloat16): loss = run(input_ids=x, labels=x).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
     return step
 
 def _gpu_case(cfg, batch, way, device, steps, compiler, each=5):
@@ -291,7 +277,8 @@ def _gpu_case(cfg, batch, way, device, steps, compiler, each=5):
     what,how = GPU_WAYS[way]
     how = how if compiler is None else dict(backend=compiler)
     torch.manual_seed(0)
-    step = (_peer_gpu_step if way == 'transformers' else _our_gpu_step)(cfg, x, y, what, how)
+    if way == 'transformers': step = transformers_step(cfg, x, torch.bfloat16, partial(torch.compile, **how))
+    else: step = _our_gpu_step(cfg, x, y, what, how)
     wait,began = torch.cuda.synchronize if gpu else (lambda: None),time.perf_counter()
     loss = [float(step()) for _ in range(5)][0] # of fresh weights
     first = time.perf_counter()-began
@@ -371,7 +358,7 @@ def bench(
                  train=lambda: bench_train(batch=number('batch', 16), **how, **peers),
                  memory=lambda: bench_memory(batch=number('batch', 16), **how, **peers),
                  sample=lambda: bench_sample(**how, **peers), data=lambda: bench_data(**how),
-                 tokenizer=lambda: bench_tokenizer(**how), startup=lambda: bench_startup(**how))
+                 tokenizer=lambda: bench_tokenizer(source=flags.get('stories', 'builtin'), **how), startup=lambda: bench_startup(**how))
     long = dict(scale=lambda: bench_scale(batch=number('batch', 4), **how), curves=lambda: bench_curves(
         how['cfg'], flags.get('stories', 'builtin'), batch=number('batch', 4),
         tell=lambda row: print(row, file=sys.stderr, flush=True)))

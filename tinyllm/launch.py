@@ -151,14 +151,14 @@ BENCH_FLAGS = dict(
     batch='sequences of a training step (default: 16; scale and curves: 4)',
     vocab='vocabulary size (default: 4096)', threads='CPU threads (default: PyTorch\'s)',
     rounds='turns of each way (default: 5)',
-    stories='file, folder or glob of stories for curves (default: builtin)',
+    stories='file, folder or glob of stories for tokenizer and curves (default: builtin)',
     markdown='print a table for a README',
     gpu='measure training on the GPU instead, in under eight minutes')
 
 def run_bench(words:list, flags:dict)->dict:
     "Measure the speed"
     from tinyllm.bench import bench
-    flags = {k:_flag(flags, k) if k in ('gpu', 'markdown') else _value(flags, k) for k in list(flags)}
+    flags = {k:_flag(flags, k) if k in SWITCHES else _value(flags, k) for k in list(flags)}
     if unknown := sorted(set(words)-set(BENCHES) | set(flags)-set(BENCH_FLAGS)): raise TinyLLMError(
         f'{unknown[0]!r} is not known', 'bench',
         f'measure some of {", ".join(BENCHES)}; flags: --{", --".join(BENCH_FLAGS)}')
