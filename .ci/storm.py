@@ -35,7 +35,7 @@ class Run:
 
     def workers(self)->dict: return workers(self.agent.pid)
     def over(self)->bool: return self.agent.poll() is not None
-    def said(self)->str: return self.log.read_text(errors="replace")[self.mark:]
+    def said(self)->str: return self.log.read_bytes()[self.mark:].decode(errors="replace") # the mark counts bytes, and stories hold more than ASCII
 
     def phase(self)->str:
         "What the group is doing, by what it has written"
