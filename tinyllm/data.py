@@ -46,7 +46,8 @@ def read_windows(
         row, at = np.argwhere(rows >= split.vocab_size)[0].tolist()
         raise TinyLLMError(f"id {rows[row,at]} is outside the vocabulary of {split.vocab_size}",
                            split.where(int(starts[row])+at), "prepare the data again")
-    x, y = rows[:,:-1].astype(np.int64), rows[:,1:].astype(np.int64) # each (B, T)
+    x, y = np.empty((2, len(rows), seq_len), np.int64)
+    x[:], y[:] = rows[:,:-1], rows[:,1:] # widened where they are copied to
     if np.min(lengths, initial=seq_len) < seq_len:
         y[np.arange(seq_len) >= np.asarray(lengths)[:,None]] = -100
     if pad_id is not None: y[y == pad_id] = -100

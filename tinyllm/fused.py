@@ -113,7 +113,7 @@ void NAME(int64_t B, int64_t T, int64_t heads, int64_t kv, int64_t d, float scal
     if (j >= heads + kv) { memcpy(to, from, d*sizeof(NUM)); continue; } \
     const float *restrict ct = c + t*d, *restrict st = s + t*d; \
     float m = j < heads ? scale : 1.0f; \
-    for (int64_t i = 0; i < h; i++) { \
+    _Pragma("omp simd simdlen(8)") for (int64_t i = 0; i < h; i++) { \
       float x = get_NUM(from[i])*m, y = get_NUM(from[i+h])*m; \
       to[i] = put_NUM(x*ct[i] - SIGN y*st[i]); to[i+h] = put_NUM(y*ct[i] + SIGN x*st[i]); \
     } \
@@ -130,9 +130,10 @@ C_SOFTMAX = r'''
 void softmax_NUM(int64_t P, int64_t rows, int64_t S, int64_t begin, NUM *w, float *room) {
   EACH for (int64_t j = 0; j < P*rows; j++) {
     NUM *restrict x = w + j*S;
-    float *restrict e = room + omp_get_thread_num()*S, top = -INFINITY, sum = 0;
+    float *restrict e = room + omp_get_thread_num()*S;
     int64_t n = begin + j%rows + 1;
-    for (int64_t i = 0; i < n; i++) { e[i] = get_NUM(x[i]); top = e[i] > top ? e[i] : top; }
+    for (int64_t i = 0; i < n; i++) e[i] = get_NUM(x[i]);
+    float top = largest(n, e), sum = 0;
     for (int64_t i = 0; i < n; i++) { e[i] = exp_(e[i] - top); sum += e[i]; }
     float r = 1.0f/sum;
     for (int64_t i = 0; i < n; i++) x[i] = put_NUM(e[i]*r);
@@ -157,12 +158,12 @@ C_LOSS = r'''
 void nats_NUM(int64_t N, int64_t V, NUM *z, const int64_t *target, float *nats, float *room) {
   EACH for (int64_t n = 0; n < N; n++) {
     NUM *restrict x = z + n*V;
-    float *restrict e = room + omp_get_thread_num()*V, top = -INFINITY, sum = 0;
+    float *restrict e = room + omp_get_thread_num()*V;
     int64_t y = target[n];
     nats[n] = 0;
     if (y < 0) { memset(x, 0, V*sizeof(NUM)); continue; }
-    for (int64_t i = 0; i < V; i++) { e[i] = get_NUM(x[i]); top = e[i] > top ? e[i] : top; }
-    float hit = e[y];
+    for (int64_t i = 0; i < V; i++) e[i] = get_NUM(x[i]);
+    float top = largest(V, e), hit = e[y], sum = 0;
     for (int64_t i = 0; i < V; i++) { e[i] = exp_(e[i] - top); sum += e[i]; }
     nats[n] = logf(sum) + top - hit;
     float r = 1.0f/sum;

@@ -96,11 +96,11 @@ class Joined:
         before,after,q_norm,k_norm,qkv,bias,out,gate_up,down = self.layers[i]
         h = quick_norm(x, before)
         h = h@qkv if bias is None else torch.addmm(bias, h, qkv)
-        qk,v = h.view(B, T, -1, c.head_dim).split((c.n_heads+c.kv_heads, c.kv_heads), 2)
+        qk,v = h.view(B, T, -1, c.head_dim).split_with_sizes((c.n_heads+c.kv_heads, c.kv_heads), 2)
         if q_norm: qk = torch.cat((quick_norm(qk[:, :, :c.n_heads], q_norm),
                                    quick_norm(qk[:, :, c.n_heads:], k_norm)), 2)
         qk = torch.addcmul(qk*turn[0], qk.roll(c.head_dim//2, -1), turn[1])
-        q,k = qk.split((c.n_heads, c.kv_heads), 2) # (B, T, heads, head_dim)
+        q,k = qk.split_with_sizes((c.n_heads, c.kv_heads), 2) # (B, T, heads, head_dim)
         for place,o in zip(new, (k, v)): place.copy_(o)
         h = F.scaled_dot_product_attention( # (B, n_heads, T, head_dim)
             q.transpose(1, 2), *seen, mask, is_causal=mask is None and T > 1,

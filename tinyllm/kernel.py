@@ -86,8 +86,7 @@ INLINE void rotate(float *x, const float *norm, const float *c, const float *s, 
   }
 }
 INLINE void softmax(float *w, int64_t n) {
-  float top = w[0], sum = 0;
-  for (int64_t t = 1; t < n; t++) top = w[t] > top ? w[t] : top;
+  float top = largest(n, w), sum = 0;
   for (int64_t t = 0; t < n; t++) { w[t] = exp_(w[t] - top); sum += w[t]; }
   for (int64_t t = 0; t < n; t++) w[t] /= sum;
 }
@@ -236,16 +235,15 @@ static void keep(float *e, int64_t V, double goal, int count) {
 }
 // the token, or -1 where scores are not finite; z (V) is overwritten
 static int64_t choose(float *z, int64_t V, const Choice *c, const uint8_t *seen, double u) {
-  float top = -INFINITY;
   int bad = 0;
   for (int64_t i = 0; i < V; i++) {
     float s = z[i];
     if (seen && seen[i]) s = s > 0 ? s/(float)c->penalty : s*(float)c->penalty;
     s = c->banned[i] ? -INFINITY : s;
     bad |= !(s <= FLT_MAX);
-    top = s > top ? s : top;
     z[i] = s;
   }
+  float top = largest(V, z);
   if (bad || top == -INFINITY) return -1;
   if (c->temperature == 0) { for (int64_t i = 0; ; i++) if (z[i] == top) return i; }
   float cool = 1.0f/(float)(c->temperature > 1e-8 ? c->temperature : 1e-8);

@@ -13,6 +13,7 @@ from typing import Callable, Optional
 from . import __version__
 from .config import Config, PRESETS, RunFailed, SampleConfig, TinyLLMError, all_settings
 from .config import check_overrides, load_config, make_parser
+from .native import keep_memory
 from .processes import die_of_ctrl_c, follow_parent, launch_local, note_exit
 from .processes import under_torchrun
 from .run import _check_batch, _open_splits, dry_run, log, prepare, prepare_corpus
@@ -105,6 +106,7 @@ def run_train(words:list, flags:dict)->Optional[dict]:
     _no_words(words)
     dry = _flag(flags, 'dry_run')
     cfg = _config(flags)
+    if cfg.train.keep_memory: keep_memory()
     if dry: return dry_run(cfg)
     res = train(cfg)
     if res is None: return  # another process tells
@@ -162,6 +164,7 @@ def run_bench(words:list, flags:dict)->dict:
     if unknown := sorted(set(words)-set(BENCHES) | set(flags)-set(BENCH_FLAGS)): raise TinyLLMError(
         f'{unknown[0]!r} is not known', 'bench',
         f'measure some of {", ".join(BENCHES)}; flags: --{", --".join(BENCH_FLAGS)}')
+    keep_memory()  # as `tinyllm train` does
     return bench(words, **flags)
 
 def run_plot(words:list, flags:dict)->dict:

@@ -86,8 +86,8 @@ def prepare(
 # %% ../nbs/12b_run.ipynb #07f4484d
 FIXED = ('corpus.', 'tokenizer.', 'data.', 'model.', 'train.tokens_per_step', 'train.seed',
          'train.init_from')
-FREE = ('data.dir', 'run.', 'sample.', 'train.stop_at_step', 'train.threads', 'train.log_every',
-        'corpus.mirror')
+FREE = ('data.dir', 'run.', 'sample.', 'train.stop_at_step', 'train.threads', 'train.keep_memory',
+        'train.log_every', 'corpus.mirror')
 KNOWN_LATER = ('model.vocab_size', 'model.bos_id') # the tokenizer may say them
 
 def _may_enter(

@@ -151,8 +151,9 @@ def check_settings(
 # %% ../nbs/11_sampling.ipynb #4507cf3b
 def _choose(logits, u, temperature, top_k, top_p, min_p):
     "The token of each row: argmax at temperature 0, else what `u` (B,) draws; -1: scores not finite"
-    sound = logits.amax(-1).isfinite()
-    if temperature == 0: return logits.argmax(-1).where(sound, -1)
+    best,tokens = logits.max(-1)
+    sound = best.abs() < math.inf  # nan, which `max` prefers to any number, is not
+    if temperature == 0: return tokens.where(sound, -1)
     kept = filter_logits(logits, temperature, top_k, top_p, min_p)
     exact = torch.float32 if kept.device.type == 'mps' else torch.float64
     return draw(kept.softmax(-1), u.to(kept.device, exact)).where(sound, -1)
@@ -208,6 +209,7 @@ class _Rules:
     def __init__(self, vocab_size, stop_ids, banned_ids, repetition_penalty, device):
         self.banned = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.banned[list(banned_ids)] = True
+        self.bans = len(banned_ids) > 0
         self.free = list({*stop_ids, *banned_ids})  # never counted as repeated
         self.penalty = repetition_penalty
     def start(self, histories):
@@ -224,7 +226,7 @@ class _Rules:
     def __call__(self, logits):
         "Scores, (B, vocab_size), that repetition and the banned ids leave"
         if self.penalty != 1: logits = penalize(logits.float(), self.seen, self.penalty)
-        return logits.float().masked_fill(self.banned, -math.inf)
+        return logits.float().masked_fill(self.banned, -math.inf) if self.bans else logits.float()
 
 # %% ../nbs/11_sampling.ipynb #bf365cf3
 def generate_plain(
@@ -321,7 +323,7 @@ def _steps(how, prompts, max_new_tokens, seeds):
             capacity = min(context, max(map(len, windows)) + left - 1)
             logits,cache = prefill(how.model, windows, capacity)
             how.rules.start([histories[r] for r in rows])
-            draws = (u[rows] for u in uniforms)
+            draws = (u[rows] for u in uniforms) if len(rows) < len(prompts) else uniforms
             block = [how.choose(logits, next(draws))]
         else:
             now = [histories[r][starts[r]:] if how.guesses else histories[r] for r in rows]

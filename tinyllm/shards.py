@@ -394,8 +394,9 @@ def gather(self:TokenSplit,
 @patch
 def _rows(self:TokenSplit, k:int, starts:np.ndarray, length:int)->np.ndarray: # (n, length)
     ids = self._maps[k]
-    view = np.lib.stride_tricks.as_strided(ids, (len(ids)-length+1, length), ids.strides*2)
-    return view[starts-(self._ends[k]-len(ids))] # row i of the view begins at id i
+    size = ids.itemsize # a row that is one item to NumPy is copied as a whole
+    rows = np.ndarray(len(ids)-length+1, f"V{length*size}", ids, strides=size) # one begins at each id
+    return rows[starts-(self._ends[k]-len(ids))].view(self.dtype).reshape(-1, length)
 
 # %% ../nbs/02b_shards.ipynb #ddace55b
 @patch
