@@ -16,8 +16,8 @@ from .config import check_overrides, load_config, make_parser
 from .native import keep_memory
 from .processes import die_of_ctrl_c, follow_parent, launch_local, note_exit
 from .processes import under_torchrun
-from .run import _check_batch, _open_splits, dry_run, log, prepare, prepare_corpus
-from .run import prepare_tokenizer, train
+from .run import _check_batch, _open_splits, _survey, dry_run, log, prepare
+from .run import prepare_corpus, prepare_tokenizer, train
 
 # %% ../nbs/13_launch.ipynb #f98b4aae
 SWITCHES = ('json', 'stream', 'resume', 'dry_run', 'gpu', 'markdown')  # alone, or with true or false
@@ -83,7 +83,9 @@ def run_corpus(words:list, flags:dict)->dict:
     n = _value(flags, 'show', '2')
     if not str(n).isdecimal(): raise TinyLLMError(
         f'--show={n} is not a number of stories', 'command line', 'write --show=3')
-    corpus = prepare_corpus(_config(flags))
+    cfg = _config(flags)
+    corpus = prepare_corpus(cfg)
+    _survey(cfg, corpus)
     shown = [d.text for d in corpus.documents(0, int(n))]
     return dict(corpus=corpus.name, fingerprint=corpus.fingerprint, stories=shown)
 

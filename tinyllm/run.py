@@ -38,19 +38,23 @@ def prepare_tokenizer(
     if t.model: return tk.Tokenizer(t.model)
     path = Path(cfg.data.dir)/corpus.name/f'tok{t.vocab_size}-{t.train_mb:g}mb.model'
     if not path.exists():
-        _survey(corpus)
+        _survey(cfg, corpus)
         log.info(f'tokenizer: learning {t.vocab_size} pieces -> {path}')
     return tk.prepare_tokenizer(corpus, path, t.vocab_size, t.train_mb)
 
 def _survey(
+    cfg:Config,
     corpus # from `prepare_corpus`
 ):
     "Read files once, a fiftieth of the work of encoding them, so that bad records are met early"
-    from tinyllm.corpus import corpus_summary
+    from tinyllm.corpus import corpus_summary, find_files
     if corpus.kind == 'builtin': return log.info(f'corpus: {corpus.n_documents:,} built-in stories')
     found = corpus_summary(corpus)
     left_out = f', {found["skipped"]:,} bad records left out' if found['skipped'] else ''
     log.info('corpus: {documents:,} documents, {bytes:,} bytes'.format(**found) + left_out)
+    if cfg.corpus.separator and corpus.kind == 'files' and (
+            found['documents'] <= len(find_files(cfg.corpus.source)[1])): log.warning(
+        f'corpus: the separator {cfg.corpus.separator!r} cuts nothing: each file is one document')
 
 def prepare_data(
     cfg:Config,
@@ -108,7 +112,8 @@ def _may_enter(
                if not k.startswith(FREE) and not (k in KNOWN_LATER and None in v)}
     fixed = [f'{k} was {a!r}, is {b!r}' for k,(a,b) in changed.items() if k.startswith(FIXED)]
     if fixed: raise TinyLLMError(f'the run was made with other settings: {", ".join(fixed)}',
-                                 str(run), 'choose another --run.name')
+                                 str(run), f'go on with its own, --config={run}/config.yaml --resume, '
+                                 'or choose another --run.name')
     if cfg.run.resume and step >= cfg.train.steps: step = _step_of(find_checkpoint(run))
     if cfg.run.resume and step > cfg.train.steps: raise TinyLLMError(
         f'train.steps={cfg.train.steps} lies below step {step}, which the run has reached',
