@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SWITCHES', 'COMMON', 'JSON', 'BENCHES', 'BENCH_FLAGS', 'STAGES', 'Stage', 'run_corpus', 'run_tokenizer', 'run_data',
-           'run_train', 'run_sample', 'run_bench', 'run_plot', 'run_eval', 'run_export', 'run_import', 'main']
+           'run_train', 'run_sample', 'run_bench', 'run_plot', 'run_eval', 'run_export', 'run_import', 'share_cores',
+           'main']
 
 # %% ../nbs/13_launch.ipynb #2b466bed
 import dataclasses, json, logging, os, re, signal, sys, warnings
@@ -310,11 +311,16 @@ def _help(
     parser.usage = f'tinyllm {name} {stage.usage}'.strip() + ' [--flag=value …]'
     return parser.format_help()
 
+def share_cores():
+    "A thread that waits soon gives its core away, unless the environment says how OpenMP waits"
+    if not os.environ.keys() & {'GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'}: os.environ['GOMP_SPINCOUNT'] = '1000'
+
 def main(
     argv:Optional[list]=None, # words after the program's name; none: the process's own
     hear:Callable=lambda e: None # gets the mistake or failure that ended it
 )->int: # 0 done, 1 the machine failed, 2 a mistake in what was asked, 130 interrupted
     "The `tinyllm` command"
+    share_cores()  # before PyTorch is loaded
     if under_torchrun(): follow_parent()  # before the slow imports: it may be killed meanwhile
     argv = sys.argv[1:] if argv is None else list(argv)
     _mend_streams()

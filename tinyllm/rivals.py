@@ -231,7 +231,8 @@ class RunC:
         threads:int
     ):
         self.folder,self.n = Path(folder),model.cfg.seq_len
-        self.env = os.environ | dict(OMP_NUM_THREADS=str(threads))
+        own = {k:v for k,v in os.environ.items() if k != 'GOMP_SPINCOUNT'} # its threads wait as they like
+        self.env = own | dict(OMP_NUM_THREADS=str(threads))
         flags = '-Ofast -march=native -fopenmp'.split()
         done = subprocess.run([find_compiler() or 'gcc', *flags, source, '-o', self.folder/'run', '-lm'],
                               capture_output=True, text=True)
