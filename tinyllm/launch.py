@@ -167,7 +167,7 @@ def run_bench(words:list, flags:dict)->dict:
     if unknown := sorted(set(words)-set(BENCHES) | set(flags)-set(BENCH_FLAGS)): raise TinyLLMError(
         f'{unknown[0]!r} is not known', 'bench',
         f'measure some of {", ".join(BENCHES)}; flags: --{", --".join(BENCH_FLAGS)}')
-    keep_memory()  # as `tinyllm train` does
+    keep_memory()  # as `tinyllm train` does; peers gain by it as well
     return bench(words, **flags)
 
 def run_plot(words:list, flags:dict)->dict:
