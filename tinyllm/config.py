@@ -211,7 +211,7 @@ class TrainConfig:
     fused:Literal['auto','on','off'] = 'auto' # C code between the products (CPU); auto: in long runs
     device:str = 'auto' # `cpu`, `cuda`, `cuda:1`, `mps`; auto: the best there is
     threads:Optional[int] = None # CPU threads of PyTorch; none: PyTorch's choice
-    keep_memory:bool = True # freed memory stays with the process for the next step (Linux)
+    keep_memory:bool = True # freed memory stays with the process for the next step (glibc)
     seed:int = 1 # of the weights, the dropout and the order of the data
     init_from:Optional[str] = None # run or checkpoint whose weights a new run begins with; none: random
     eval_every:int = 2000 # evaluation each so many steps and at the end; 0: only at the end [steps]

@@ -287,14 +287,14 @@ class FusedAttention(torch.autograd.Function):
         return dq.view(q.shape),dk,dv,None
 
 PARTS = {torch.float32:4, torch.bfloat16:2} # of the rows of attention, at least
-LONGEST = 1024 # rows whose weights of attention are stored; beyond it they take too much memory [tokens]
+LONGEST = {torch.float32:512, torch.bfloat16:1024} # rows whose weights of attention are stored [tokens]
 
 def attention_parts(
     T:int, # rows [tokens]
     dtype:torch.dtype # of the products
 )->int:
-    "Into how many parts the rows of attention are cut: parts of some 128, fewer where rows are few"
-    return max(PARTS[dtype], T//128)
+    "Into how many parts the rows of attention are cut: of about 128 rows each, or fewer"
+    return min(T, max(PARTS[dtype], T//128))
 
 CHUNK = 2**22 # scores that exist at a time
 
@@ -330,7 +330,7 @@ def fused_loss(
     check_tokens(tokens, c, model.training)
     check_targets(targets, tokens, c)
     if c.pad_id is not None: targets = targets.masked_fill(targets == c.pad_id, -100)
-    short = T <= LONGEST
+    short = T <= LONGEST[dtype]
     cos,sin = (o.contiguous() for o in model.rope(0, T))
     def joined(h, *layers):
         bias = torch.cat([o.bias.to(dtype) for o in layers]) if layers[0].bias is not None else None
@@ -381,11 +381,12 @@ def fused_memory(
 )->dict: # {part: bytes}, with 'total'
     "Memory of one fused training step, in the parts of `memory_estimate` [bytes]"
     T,half,n,V = seq_len or cfg.seq_len,dtype == 'bfloat16',count_params(cfg),cfg.vocab_size
-    parts = attention_parts(T, getattr(torch, dtype)) # the scores of each: up to the diagonal
+    product = getattr(torch, dtype)
+    parts = attention_parts(T, product) # the scores of each: up to the diagonal
     size,tokens,dim = 2 if half else 4,micro_batch_size*T,cfg.dim
     heads,kv = cfg.n_heads*cfg.head_dim,cfg.kv_heads*cfg.head_dim
     copied = heads + 2*kv + 2*cfg.ffn_dim + half*(heads + cfg.ffn_dim) # rows of dim in each block
-    if T <= LONGEST: attention = size*(2*heads + 2*kv + cfg.n_heads*T*(parts+1)//(2*parts))
+    if T <= LONGEST[product]: attention = size*(2*heads + 2*kv + cfg.n_heads*T*(parts+1)//(2*parts))
     else: attention = 4*(2*heads + 2*kv + cfg.n_heads) + size*heads # float32 in PyTorch's kernel
     block = 8*dim + 8 + 2*size*dim + attention + 3*size*cfg.ffn_dim
     chunk = min(tokens, max(1, CHUNK//V))*V*size # scores

@@ -79,7 +79,7 @@ def _no_words(words:list):
 
 # %% ../nbs/13_launch.ipynb #eec802f9
 def run_corpus(words:list, flags:dict)->dict:
-    "Open or download the corpus, and show some of it"
+    "Open or download the corpus, count it, and show some of it"
     _no_words(words)
     n = _value(flags, 'show', '2')
     if not str(n).isdecimal(): raise TinyLLMError(
@@ -109,7 +109,6 @@ def run_train(words:list, flags:dict)->Optional[dict]:
     _no_words(words)
     dry = _flag(flags, 'dry_run')
     cfg = _config(flags)
-    if cfg.train.keep_memory: keep_memory()
     if dry: return dry_run(cfg)
     res = train(cfg)
     if res is None: return  # another process tells

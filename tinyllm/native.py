@@ -76,7 +76,8 @@ INLINE float largest(int64_t n, const float *restrict x) { // nan is passed over
   float tops[LANES], top = -INFINITY;
   int64_t i = 0;
   for (int l = 0; l < LANES; l++) tops[l] = top;
-  for (; i + LANES <= n; i += LANES) for (int l = 0; l < LANES; l++) tops[l] = x[i+l] > tops[l] ? x[i+l] : tops[l];
+  for (; i + LANES <= n; i += LANES)
+    _Pragma("omp simd") for (int l = 0; l < LANES; l++) tops[l] = x[i+l] > tops[l] ? x[i+l] : tops[l];
   for (int l = 0; l < LANES; l++) top = tops[l] > top ? tops[l] : top;
   for (; i < n; i++) top = x[i] > top ? x[i] : top;
   return top;
@@ -91,7 +92,7 @@ C_BASE = C_VECTORS + C_EXP + C_LARGEST # what every library begins with
 _FREE = ('-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math '
          '-freciprocal-math').split()
 _TRIES = [['-O3', tune, *_FREE, *more, '-std=gnu11', '-shared', '-fPIC']
-          for more in (['-fopenmp'], []) for tune in ('-march=native', '-mcpu=native', '-O3')]
+          for more in (['-fopenmp'], ['-fopenmp-simd'], []) for tune in ('-march=native', '-mcpu=native', '-O3')]
 
 def find_compiler()->str: # a path, or None
     "The C compiler of this machine: $CC, cc, gcc or clang"

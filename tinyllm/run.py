@@ -54,7 +54,7 @@ def _survey(
     log.info('corpus: {documents:,} documents, {bytes:,} bytes'.format(**found) + left_out)
     if cfg.corpus.separator and corpus.kind == 'files' and (
             found['documents'] <= len(find_files(cfg.corpus.source)[1])): log.warning(
-        f'corpus: the separator {cfg.corpus.separator!r} cuts nothing: each file is one document')
+        f'corpus: the separator {cfg.corpus.separator} cuts nothing: each file is one document')
 
 def prepare_data(
     cfg:Config,
@@ -179,9 +179,11 @@ def build(
     from tinyllm.distributed import World
     from tinyllm.interop import fresh_model
     from tinyllm.model import pick_device
+    from tinyllm.native import keep_memory
     from tinyllm.training import TrainState, resolve_dtype
     world = world or World(device=cfg.train.device)
     if cfg.train.threads: torch.set_num_threads(cfg.train.threads)
+    if cfg.train.keep_memory: keep_memory() # from the first step on, what preparing took can go back
     device = pick_device(world.device)
     dtype,why = resolve_dtype(cfg.train.dtype, device)
     log.info(f'device {device}, {str(dtype).removeprefix("torch.")} ({why}), '
